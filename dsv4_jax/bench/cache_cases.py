@@ -30,14 +30,15 @@ _FLUSH_SHAPES = (
     ("prefill 8192", 8, 1024, True),
 )
 _FLUSH_CONTEXT = 1024  # maximum number of tokens of a request
-# Kernel and XLA round softmax weights to bfloat16 at different scales, and then round the result.
+# The kernel and XLA scale softmax weights differently before they round them to bfloat16. Both then round the result.
 _ATTENTION_AGREES = close(relative=2**-6, absolute=2**-6)
 
 
 def append_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of `append_swa`, and of `norm_rope_append`, which corresponds to a fused kernel of other projects.
+    """Yields cases of `append_swa`, and of `norm_rope_append`, its fusion with norm and RoPE.
 
-    T tokens belong to T requests. With T=8192, each request instead has `sliding_window` tokens, as in a prefill.
+    In a case of T <= 256 tokens, each request has one token. With T=8192, each request has `sliding_window` tokens, as
+    in a prefill.
     """
     for tokens in (1, 8, 64, 256, 8192):
         yield _append_case(schema, tokens)
@@ -82,7 +83,7 @@ def _norm_rope_case(schema, tokens, heads):
         return ops.norm_rope_append(state[1], *arrays, **options, implementation=implementation)
 
     def agree(result, expected):
-        """Allows rounding differences in up to 2% of an array's values, or of the stored bytes."""
+        """Allows less than 2% of an array's elements to differ, because of rounding."""
         return jnp.mean(result != expected) < 0.02
 
     return dataclasses.replace(
@@ -98,7 +99,7 @@ def _norm_rope_case(schema, tokens, heads):
 
 
 def gather_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of the three gathers: of selected entries, of all entries, and of window rows of each token."""
+    """Yields cases of gathering a token's selected entries, all its entries, and its window rows."""
     config = schema.config
     group = group_with_keys(schema)
     topk = config.index_topk
@@ -135,8 +136,8 @@ def attention_cases(schema: CacheSchema) -> Iterator[Case]:
 
     A token attends to its window and to compressed entries. Without an indexer, these are all 8,192 entries of its
     request. With an indexer, they are k entries, selected from 4 * k entries of its request. In further cases, they are
-    selected from 2**18 entries of its request, which lie in a pool of 2**20 entries of all requests, so that selected
-    rows are rarely adjacent.
+    selected from 2**18 entries of the request, in a pool of 2**20 entries that all requests share. The selected rows
+    are then rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -186,9 +187,9 @@ def _attention_case(schema, group, tokens, attended, entries, shared=0):
 def flush_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `flush`, which makes the entries of a group of layers, and index keys if the group has any.
 
-    If keys are made from the pooled vectors of the entries (V4.1), a case runs the two halves of `flush`, without the
-    projection between them. There are decode steps in which every request completes a compression window, decode steps
-    in which no request does, and a prefill.
+    In V4.1, index keys are projections of the entries' pooled vectors. A case then runs `pool_windows` and
+    `write_entries`, without the projection between them. The cases are decode steps in which all requests or no
+    requests complete a compression window, and a prefill.
     """
     for group in schema.groups.values():
         for shape in _FLUSH_SHAPES:
@@ -201,7 +202,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     has_state = group.pooled_rows > 1
     closed = int(closes) if tokens == 1 else tokens // rate  # number of windows that a request's tokens complete
     codecs = [group.entry, group.key] if group.key_compressor else [group.entry]
-    keys = [] if group.key is None or group.key_compressor else [group.key]  # these are made from pooled vectors
+    keys = [] if group.key is None or group.key_compressor else [group.key]  # other keys are made from pooled vectors
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
@@ -250,13 +251,13 @@ def _flush_case(schema, group, label, requests, tokens, closes):
 
 
 def _flush_in_halves(state, weights, projections, slots, positions, implementation):
-    """Stores entries and the index keys that are made from them, as `flush` does in two halves."""
+    """Stores entries, and index keys from the same pooled vectors, in three steps: pooling and two writes."""
     (states, entries), keys = state
     (compressor,) = weights
     ((kv, gate),) = projections
     with ops.use_implementation(implementation):
         closed, states = ops.pool_windows(states, kv, gate, compressor, slots, positions)
-        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # stands for a projection
+        projected = dataclasses.replace(closed, values=closed.values[:, : keys.codec.dim])  # in place of a projection
         entries = ops.write_entries(entries, closed, compressor.inv_freq)
         return (states, entries), ops.write_entries(keys, projected, compressor.inv_freq)
 
@@ -275,10 +276,10 @@ def _compressor_weights(config, group, codec):
 def _flush_bytes(group, codec, tokens, closed):
     """Returns the number of bytes that a flush reads and writes for one request.
 
-    The request's tokens complete `closed` windows. The flush reads the projections and writes them to the compressor
-    state, at most to all rows of its ring. It also writes a row for each new entry. To make an entry, a decode step
-    reads the other rows of the ring, and a prefill reads none. If an entry is a single token, there are no logits and
-    no state.
+    The request's tokens complete `closed` windows. The flush reads the tokens' projections and writes them to the
+    compressor state, a ring that keeps the newest ones. It also writes a row for each new entry. To make an entry, a
+    decode step reads the other rows of the ring, and a prefill reads none. If an entry is made from a single token,
+    there are no logits and no state.
     """
     ring = group.pooled_rows
     entry_bytes = closed * tree_bytes(codec.struct)

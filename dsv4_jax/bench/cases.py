@@ -23,8 +23,8 @@ from dsv4_jax.quant import KeyCodec, RowCodec
 # A `Draw` is a function that makes random arrays. If it returns a numpy array of integers, this array is converted to
 # an int32 array on the device.
 Draw = Callable[[np.random.Generator], Any]
-# Calls rotate through layers that have about this number of bytes together. Attention reads a quarter of them, and even
-# this quarter is twice the size of the L2 cache.
+# The layers that calls rotate through have about this number of bytes together. Attention reads a quarter of these
+# bytes, still twice the size of the L2 cache.
 _LAYERS_BYTES = 1 << 29
 
 
@@ -41,11 +41,11 @@ class Case:
       layer: the arrays of one layer, such as views of its pools and weights, as pytrees of arrays and `Draw` objects.
       updates: whether the result replaces the first item of `layer`, which is then donated.
       flops: number of floating-point operations of a call on the tensor cores.
-      reads: whether a call reads nearly all of `nbytes`. The least time of a call then follows from the bandwidth of
-        reading, and otherwise from the bandwidth of copying.
+      reads: whether nearly all of `nbytes` are read. If so, the minimum time of a call is computed from the bandwidth
+        of reading, otherwise from the bandwidth of copying.
       agree: function of (the kernel's array, XLA's array) that returns whether the two agree, a bool scalar. It is
         called for each array of a result. None compares bit for bit.
-      xla_calls: number of timed calls of XLA's version; None for the number of calls of the kernel.
+      xla_calls: number of timed calls of XLA's version; None = as many as of the kernel.
     """
 
     op: str
@@ -119,7 +119,7 @@ def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "sh
 
 
 def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
-    """Returns a function for `Case.agree`: whether |result - expected| <= relative * |expected| + absolute holds.
+    """Returns a function for `Case.agree`, which tests |result - expected| <= relative * |expected| + absolute.
 
     The values are compared in float32. The result is True only if the inequality holds for all values.
     """
@@ -131,7 +131,7 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the number of bytes that one device holds of a pytree of arrays or `jax.ShapeDtypeStruct` objects."""
+    """Returns the bytes of a pytree of arrays or `jax.ShapeDtypeStruct` objects, counting one device's shards."""
 
     def size(leaf):
         sharding = getattr(leaf, "sharding", None)
@@ -141,7 +141,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def normal(*shape: int, dtype: DTypeLike = jnp.bfloat16, scale: float = 1.0) -> Draw:
-    """Returns a `Draw` of an array [*shape] of normally distributed values, which it makes on the device.
+    """Returns a `Draw` that makes an array [*shape] of normally distributed values on the device.
 
     Args:
       *shape: shape of the array.
@@ -160,7 +160,7 @@ def random_key(rng: np.random.Generator) -> Array:
 
 
 def permutation(requests: int, tokens: int = 1) -> Draw:
-    """Returns a `Draw` of [requests * tokens] slots: 0 to requests - 1 in random order, each one `tokens` times."""
+    """Returns a `Draw` of [requests * tokens] slots: 0 to requests - 1 in random order, each `tokens` times."""
     return lambda rng: rng.permutation(requests).repeat(tokens)
 
 
@@ -194,15 +194,15 @@ def window_view(schema: CacheSchema, slots: int) -> Draw:
 def paged_view(
     schema: CacheSchema, group: GroupSpec, codec: RowCodec | KeyCodec, lengths: Sequence[int], shared: int = 0
 ) -> Draw:
-    """Returns a `Draw` of a view of a layer's pool of compressed entries or index keys, with random contents.
+    """Returns a `Draw` that makes a view of a layer's compressed entries or index keys, with random contents.
 
     Args:
       schema: schema of the cache.
       group: the layer's group.
       codec: codec of the entries, or of the index keys.
       lengths: number of entries of each request.
-      shared: number of entries in the pool if requests share its blocks. Each request then gets a random choice of
-        the pool's blocks, all distinct. 0 = each block belongs to one request; the order of the blocks is random.
+      shared: number of entries in a pool whose blocks requests share. Each request gets distinct blocks at random. If
+        0, each block belongs to one request, and the order of the blocks is random.
     """
     rows = schema.entries_per_block(group.name)
     blocks = np.array([-(-length // rows) for length in lengths])

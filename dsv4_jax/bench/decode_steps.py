@@ -32,10 +32,9 @@ from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager
 
 
-# Weights and cache may take this share of a GPU's memory. Programs, and the making of the weights, need the rest.
+# Weights and cache may take this share of a GPU's memory. The rest is for programs and for making the weights.
 MAX_MEMORY = 0.88
-# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
-# result.
+# `COLUMNS` maps the title of each printed column to the format of its cells, with names of a result's fields in braces.
 COLUMNS = {
     "batch": "{requests}",
     "context": "{context}",
@@ -53,8 +52,8 @@ COLUMNS = {
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
 }
-# A table with drafts has these columns, too: the time of a step relative to a step with one token a request, the time
-# to make the drafts, and the tokens a second at several acceptance rates.
+# Further columns of a table with drafts. They show the time of a step relative to a step with one token a request, the
+# time to make the drafts, and the tokens a second at several acceptance rates.
 DRAFT_COLUMNS = {
     "x one token": "{times_one_token:.2f}",
     "drafts ms": "{draft_milliseconds:.3f}",
@@ -75,8 +74,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
       report: the report that the results belong to. The bandwidth of a copy, the clock, and the seconds until the first
         step are added to it.
       each_kind: if True, measures a small model for each kind of layers. The small model has only layers of this kind,
-        and the layers whose entries or selections they read. Each result then has the `layer_type` and the
-        `layer_numbers`, and the on-device loop is measured only on a mesh.
+        and the layers whose entries or selections they read. Each result then also has the `layer_type`, and the
+        on-device loop is measured only on a mesh.
 
     Raises:
       ValueError: an option is out of range.
@@ -109,7 +108,7 @@ def _run(config, options, report, layer_numbers, *, loop=True):
 
 
 def _compare_with_one_token(results):
-    """Yields results. Adds the fields of `DRAFT_COLUMNS` to the results of steps that verify or make drafts.
+    """Yields the results, with the fields of `DRAFT_COLUMNS` added if a step verifies or makes drafts.
 
     A result is compared with the earlier results of the same batch size, context and skew.
     """
@@ -120,7 +119,7 @@ def _compare_with_one_token(results):
         if row["tokens"] > 1:
             row["times_one_token"] = row["milliseconds"] / rows[0]["milliseconds"]
         if row["drafts"]:
-            row["draft_milliseconds"] = row["milliseconds"] - rows[1]["milliseconds"]  # less the step that verifies
+            row["draft_milliseconds"] = row["milliseconds"] - rows[1]["milliseconds"]  # minus a step that only verifies
             row["tokens_per_second"] = tokens_per_second(row)
         yield row
 

@@ -27,8 +27,7 @@ from dsv4_jax.host import KVCacheManager
 
 WARM_UP = 4  # number of decode steps before the first measured one
 LOOP_STEPS = 16  # number of steps of the on-device loop
-# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
-# result.
+# `COLUMNS` maps the title of each printed column to the format of its cells, with names of a result's fields in braces.
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",
@@ -63,7 +62,7 @@ class EngineOptions(ModelSetup):
 
     @property
     def new_tokens(self) -> int:
-        """The maximum number of tokens that a request generates, including those while others read prompts."""
+        """The maximum number of tokens of a request's reply, including those generated while other prompts are read."""
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 
@@ -95,9 +94,8 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     """Measures prompts and then decode steps; prints and yields the results.
 
     A result whose "measurement" is "prompt" holds the time until the first token of a prompt that runs alone. A
-    "decode" result holds the mean time of `Engine.step` while all requests decode. Without drafts, it also holds the
-    time of a step of the on-device loop, which decodes the same number of requests without the engine's work on the
-    host.
+    "decode" result holds the mean time of `Engine.step` while all requests decode. If there are no drafts, it also
+    holds the time of a step of the on-device loop, with as many requests but without the engine's work on the host.
 
     Args:
       config: configuration of the model.

@@ -28,7 +28,7 @@ _SCORES = {
     "65536, 2048 tokens": ([65536], 2048),
 }
 _SCORES_AND_TOPK = "1 x 262144", "8 x 262144", "32 x 65536"  # labels of cases of scores followed by top-k
-# A shape is (requests, keys of each request). There are shapes for layers with candidates, and shapes for top-k.
+# Shapes are (number of requests, number of keys of each request), for cases of candidate blocks and of top-k.
 _CANDIDATE_SHAPES = (1, 65536), (1, 262144), (32, 65536), (8, 262144)
 _TOPK_SHAPES = (*((n, 16384) for n in (1, 32)), *((n, keys) for keys in (65536, 262144) for n in (1, 8, 32, 64)))
 
@@ -37,9 +37,9 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the indexer's steps: rounding queries, scores, scores followed by top-k, and top-k alone.
 
     If layers select within candidate blocks (V4.1), there are cases of choosing the blocks and of scores within them.
-    Scores are measured for one token of each request, for 8 tokens of each request, for the prefill of one request, and
-    for requests of different lengths, from 1k to 262k keys. The queries of these cases are already rotated and rounded.
-    The cases "index query" measure the rotation and the rounding.
+    Scores are measured with one token and with 8 tokens of each request, in the prefill of one request, and with
+    requests of different lengths, from 1k to 262k keys. The queries of these cases are already rotated and rounded. The
+    cases "index query" measure the rotation and the rounding.
     """
     config = schema.config
     if config.index_head_dim == DIM:
@@ -161,7 +161,7 @@ def _blocks_case(config, requests, keys):
 
 
 def _within_case(schema, requests, keys):
-    """Returns a case of the index scores of one token of each request within its candidate blocks."""
+    """Returns a case of index scores within candidate blocks, for one token of each request."""
     config = schema.config
     group = schema.groups[next(spec.group for spec in config.specs if spec.makes_candidates)]
     heads = config.index_n_heads

@@ -14,7 +14,8 @@ from dsv4_jax.nn import SCOPES
 
 REST = "rest"
 ALL_REDUCE = "all_reduce"
-# The kinds of kernels are scopes of the model. They are printed in this order. Other kernels are of the kind `REST`.
+# Kinds of kernels, in the order in which they are printed: named scopes of the model, and all-reduces. All other
+# kernels are of the kind `REST`.
 KINDS = tuple(scope for scope in SCOPES if scope != "norm") + (ALL_REDUCE,)
 OUTSIDE = "embedding", "lm_head", "sampling"  # kinds of kernels outside the layers
 LONGEST = 24  # number of kernels that are listed by name
@@ -35,13 +36,14 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
     """Returns the mean times of the kernels in a call of a program.
 
     Args:
-      launches: name and milliseconds of each launch, in order. Names of copies of a kernel end in a number.
+      launches: name and milliseconds of each launch, in order. If a program has several copies of a kernel, their names
+        differ in a final number.
       text: XLA's text of the program.
       calls: number of calls of the program that launched these kernels.
 
     Returns:
-      {"kernel_milliseconds": {kind: milliseconds a call}, "longest_kernels": the kernels with the longest times, with
-      name, kind, launches and milliseconds a call, "launches": number of launches a call}.
+      {"kernel_milliseconds": {kind: milliseconds a call}, "longest_kernels": [{"name", "kind", "launches",
+      "milliseconds"}], "launches": number of launches a call}. A kernel's values are per call, too.
     """
     kinds = kinds_by_name(text)
     counts = collections.Counter()
@@ -69,7 +71,7 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
 
 
 def kinds_by_name(text: str) -> dict[str, list[str]]:
-    """Returns {name of a kernel: kind of each of its launches in a call of the program, in order}.
+    """Returns {name of a kernel: [kind of each launch, in order]} for one call of the program.
 
     Args:
       text: XLA's text of the program. The launches of a loop's body are listed once for each iteration, or only once if

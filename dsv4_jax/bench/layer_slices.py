@@ -14,7 +14,7 @@ from dsv4_jax.config.layer_spec import OWN
 
 
 def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
-    """Returns the indices of some layers and of all layers that store or select entries for them, in order."""
+    """Returns the sorted indices of some layers and of all layers that store or select entries for them."""
     needed = set(layers)
     while more := {source for layer in needed for source in _sources(config, layer)} - needed:
         needed |= more
@@ -22,7 +22,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sources(config, layer):
-    """Returns the indices of the layers whose entries, selection or candidates a layer reads, perhaps its own index."""
+    """Returns the layers whose entries, selection or candidates a layer reads, as indices. It may be one of them."""
     spec = config.specs[layer]
     owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
@@ -53,13 +53,13 @@ def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) ->
 
 
 def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
-    """Returns the configuration of some layers as `slice_config` does, but no layer selects experts by token id."""
+    """Returns the same as `slice_config`, except that no layer selects experts by token id."""
     sliced = slice_config(config, layers, repeats)
     return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
 
 
 def _sliced_specs(config, numbers):
-    """Returns the specs of a slice's layers, which refer to other layers by their indices in the slice."""
+    """Returns the specs of the layers `numbers`. A spec refers to another layer by its position in `numbers`."""
     new_numbers = {number: i for i, number in enumerate(numbers)}
     indices = {}  # {group and index in the whole model: index in the slice}
     counts = collections.Counter[str | None]()

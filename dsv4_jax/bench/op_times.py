@@ -18,8 +18,8 @@ from dsv4_jax.quant import KVFormat
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
-# `CASES` maps the name of an op in `dsv4-jax bench ops` to the function that yields the op's cases. The schema that the
-# function takes has the model's configuration and the cache's format; the schema's sizes do not matter.
+# `CASES` maps the name of an op in `dsv4-jax bench ops` to the function that yields the op's cases. The function takes
+# a schema with the model's configuration and the cache's format, and ignores the schema's sizes.
 CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "append": append_cases,
     "flush": flush_cases,
@@ -31,12 +31,11 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# The cases of these ops have the packaged model's sizes if there is no GPU and the model is a larger one of its kind.
+# Without a GPU, cases of these ops have the packaged model's sizes if the model is larger and has the same KV format.
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 
-# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
-# result.
+# `COLUMNS` maps the title of each printed column to the format of its cells, with names of a result's fields in braces.
 COLUMNS = {
     "op": "{op}",
     "shape": "{shape}",
@@ -58,14 +57,13 @@ def chosen_cases(
 ) -> Iterator[Case]:
     """Yields the cases to measure.
 
-    Without a GPU, large cases are left out, and so are all but the first of the cases whose labels differ only in
-    numbers.
+    Without a GPU, large cases are left out. Of cases whose labels differ only in numbers, the first is kept.
 
     Args:
       config: configuration of the model.
       kv_format: storage format of the cache's rows.
       names: names of ops, keys of `CASES`.
-      only: if not empty, only cases are yielded whose label, "OP SHAPE", contains one of these texts.
+      only: texts, of which a case's label, "OP SHAPE", must contain one; empty for all cases.
     """
     gpu = jax.default_backend() == "gpu"
     kinds = set()

@@ -44,7 +44,7 @@ def _layer_label(row):
 
 
 def plot_prefill(report: Row, path: Path) -> None:
-    """Draws the tokens a second of all layers, and their upper bound, over the number of tokens before a chunk."""
+    """Plots tokens a second through all layers, and the upper bound, against the number of tokens before a chunk."""
     title = f"Layers of {model_title(report['shapes'])}, chunks of a prompt, {report['device']}"
     with _axes(path, title=title, xlabel="tokens before the chunk", ylabel="tokens a second") as axes:
         stack = [row for row in report["results"] if row["layer_type"] == STACK]
@@ -62,7 +62,7 @@ def plot_prefill(report: Row, path: Path) -> None:
 
 
 def plot_serving(report: Row, path: Path) -> None:
-    """Draws the time to the first token over the number of tokens sent, without and with the prefix cache."""
+    """Plots the time to the first token against the number of tokens sent, without and with the prefix cache."""
     title = "{conversations} conversations of {turns} turns".format(**report["workload"])
     title = f"{title}, {SLOTS} slots, {report['device']}"
     with _axes(path, title=title, xlabel="tokens sent", ylabel="milliseconds to the first token") as axes:

@@ -13,8 +13,7 @@ from dsv4_jax.config import DSV4Config
 
 
 STACK = "stack"  # the "layer_type" of results for all layers together
-# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
-# result.
+# `COLUMNS` maps the title of each printed column to the format of its cells, with names of a result's fields in braces.
 COLUMNS = {
     "layer": "{layer_type}",
     "number": "{layer}",
@@ -32,10 +31,10 @@ COLUMNS = {
 def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     """Measures a model of one layer for each kind of layer; prints and yields the results.
 
-    If a layer needs other layers that store or select entries for it, a model of these other layers is measured, too,
-    and its work and time are subtracted. The final results are for all layers of the model. Their time is the sum, over
-    all kinds, of the time of a layer times the number of layers of this kind. All contexts are measured in a cache for
-    the longest context, so that a program is compiled only once for each kind of layer and size of a chunk.
+    If a layer needs other layers that store or select entries for it, a model of these other layers alone is measured,
+    too. The work and the time of this model are subtracted. The final results are for all layers together. Their time
+    sums up, over all kinds, the time of a layer times the number of layers of the kind. All contexts are measured in a
+    cache for the longest context, so that a program is compiled only once for each kind of layer and size of a chunk.
 
     On a GPU, a time is the sum of the kernels' times, without the embedding, the head and sampling. Without a GPU, the
     packaged model replaces `config`, and a time is the time of the whole step.
@@ -77,9 +76,10 @@ def _measure(config, options, report):
 
 
 def _amounts(step):
-    """Returns the work and the times of a step, which are additive over layers, without the head.
+    """Returns an array of amounts that are sums over the layers of a step.
 
-    The array has operations, bytes, milliseconds, and the milliseconds of each of `LAYER_KINDS`.
+    The amounts are operations, bytes without the head's weights, milliseconds, and the milliseconds of each of
+    `LAYER_KINDS`. If no kernels were measured, the milliseconds are those of the whole step.
     """
     times = [step["kernel_milliseconds"].get(kind, 0.0) for kind in LAYER_KINDS]
     nbytes = step["floor_bytes"] - step["head_bytes"]

@@ -30,8 +30,8 @@ class RandomSteps:
     """Runs steps of requests that all have the same length, in a cache that this object owns.
 
     Consecutive decode steps have different tokens, which select different experts, so that the mean time of `DRAWS`
-    steps hardly depends on the choice of tokens. If a step has more tokens of a request than the cache allows in a
-    decode step (`max_query_tokens`), it reads a chunk of a prompt, each time at the same positions.
+    steps hardly depends on the choice of tokens. A step with more than the cache's `max_query_tokens` tokens of a
+    request reads a chunk of a prompt, each time at the same positions.
 
     Attributes:
       model: the model.
@@ -143,7 +143,7 @@ class RandomSteps:
 def abstract_model(
     config: DSV4Config, mesh: Mesh | AbstractMesh | None = None, *, expert_parallel: bool = False
 ) -> Any:
-    """Returns a model with `jax.ShapeDtypeStruct` in place of arrays, quantized as the release and with shardings."""
+    """Returns a model whose arrays are `jax.ShapeDtypeStruct` objects with shardings, quantized as in the release."""
     model = DeepseekV4ForCausalLM(config, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
     return as_released(model, config, mesh, expert_parallel=expert_parallel)
 

@@ -22,7 +22,7 @@ from dsv4_jax.host import KVCacheManager, PrefixCache
 SLOTS = 4  # maximum number of requests that run at a time
 TOKEN_BUDGET = 192  # maximum number of tokens of a step
 SYSTEM_PROMPTS = 2  # number of different system prompts
-# A pair holds the smallest and the largest number of tokens of a system prompt, of a user's message, or of a reply.
+# Each pair is the minimum and maximum number of tokens of a system prompt, of a user's message, or of a reply.
 SYSTEM_TOKENS = (280, 330)
 MESSAGE_TOKENS = (16, 80)
 REPLY_TOKENS = (16, 32)
@@ -49,7 +49,7 @@ MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The conversations to serve, as `dsv4-jax bench serve` describes them.
+    """The conversations to serve, described by the options of `dsv4-jax bench serve`.
 
     A turn sends all preceding turns of the conversation and a new message.
 

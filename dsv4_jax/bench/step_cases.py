@@ -1,4 +1,4 @@
-"""A case of a benchmark of steps: measures the time of steps of one size at one context, and of their kernels."""
+"""A benchmark case that measures steps of one size at one context: the time of a step and of its kernels."""
 
 import dataclasses
 import statistics
@@ -70,10 +70,10 @@ class StepCase:
         return times
 
     def profile(self, times: dict[str, float], report: Row) -> Row:
-        """Returns the result of the case. On a GPU, it runs steps again to measure their kernels.
+        """Returns the result of the case. On a GPU, steps run again, so that their kernels are measured.
 
-        The result has the floor, a lower bound of the time of a step. For a decode step, this is the time to read the
-        step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the time to read the bytes
+        The result includes the floor, a lower bound of the time of a step. For a decode step, this is the time to read
+        the step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the time to read the bytes
         except the head's weights, or the time of the layers' matrix products, whichever is longer.
 
         Args:
@@ -142,6 +142,6 @@ def _dispatch(steps, count):
 
 
 def loop_seconds(steps: RandomSteps, count: int) -> float:
-    """Measures the seconds of a step of the on-device loop of `count` steps, in the second run of the loop."""
+    """Measures the seconds of a step in the on-device loop of `count` steps. The second run of the loop is measured."""
     jax.block_until_ready(steps.loop(steps.batch(reserve=count - 1), count))  # the first run compiles
     return timing.wall_seconds(steps.loop, steps.batch(reserve=count - 1), count) / count

@@ -23,10 +23,10 @@ from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat, quantized_shapes
 
 
-# A request starts with this number of tokens less than the measured context. It grows by a token in each step that
-# warms up or is measured.
+# Requests start this number of tokens before the measured context. Each step that warms up or is measured makes a
+# request one token longer.
 MARGIN = 4 * DRAWS
-MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; the L2 cache is much smaller
+MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; far more than the L2 cache holds
 ENGRAM_KIND = "FP8_ROWS"  # storage of Engram's tables
 ADAPTER_RANK = 16
 MAX_DRAFTS = 8  # maximum number of drafts if the model does not limit them
@@ -41,8 +41,8 @@ class ModelSetup:
       drafts: number of tokens that a step drafts for each request; 0 for a model without draft layers.
       mesh: the devices; None for the default one.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
-      expert_memory: number of bytes of the GPU that experts may take. "auto" stands for the memory that is left beside
-        a cache and programs, and None for no experts in host memory.
+      expert_memory: number of bytes of GPU memory for routed experts; the remaining experts lie in host memory. "auto"
+        = the bytes that the cache and programs leave. None = all experts are on the GPU.
       host_tables: whether Engram's tables lie in host memory, see `expert_pages.HostTables`.
       adapters: number of adapters on each linear map that can have adapters, see `nn.add_adapters`. Requests use the
         adapters in turn.
@@ -57,7 +57,7 @@ class ModelSetup:
     adapters: int = 0
 
     def fit_tables(self, config: DSV4Config) -> DSV4Config:
-        """Returns the configuration with Engram's tables reduced to what the machine holds, if they are larger.
+        """Returns the configuration, with Engram's tables reduced if they are larger than what the machine holds.
 
         A token reads the same number of rows from a smaller table. Tables on devices take at most about
         `MAX_TABLE_BYTES` of each device. Tables in host memory take at most half of the host's memory.
@@ -90,7 +90,7 @@ class ModelSetup:
         Args:
           config: configuration of the model.
           schema: schema of the largest cache, for which `expert_memory` "auto" leaves room.
-          tokens: number of tokens of the largest step, for whose program `expert_memory` "auto" leaves room, too.
+          tokens: number of tokens of the largest step. `expert_memory` "auto" also leaves room for this step's program.
           skew: skew of the routers, see `checkpoint.random_weights.random_model`.
         """
         experts = None
@@ -120,8 +120,8 @@ class StepOptions(ModelSetup):
 
     Attributes:
       batches: batch sizes to measure, in requests.
-      contexts: contexts to measure: numbers of tokens that a request holds at the end of a measurement of decode steps,
-        or before a chunk of a prompt.
+      contexts: contexts to measure: numbers of tokens that a request holds after the last measured decode step, or
+        before a chunk of a prompt.
       chunks: chunk sizes to measure: numbers of tokens of one prompt that a step reads; empty for decode steps.
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.

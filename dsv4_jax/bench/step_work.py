@@ -71,7 +71,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
 
 
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
-    """Returns a device's operations of attention and indexers for a request in a step, and the bytes of the rows read.
+    """Returns the operations and the bytes read by attention and indexers, per device, for one request in a step.
 
     Args:
       steps: runs the step.

@@ -21,8 +21,7 @@ TOKENS = 1, 8, 32, 128
 UNROLLED = 20  # number of all-reduces in an iteration of the timed loop
 ITERATIONS = 50  # number of iterations of the timed loop
 REPEATS = 5  # number of runs of the loop, whose median time is reported
-# `COLUMNS` maps the title of a column of the printed table to the format string of its cells, which names fields of a
-# result.
+# `COLUMNS` maps the title of each printed column to the format of its cells, with names of a result's fields in braces.
 COLUMNS = {
     "shape": "{shape}",
     "by": "{implementation}",

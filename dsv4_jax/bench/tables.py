@@ -24,18 +24,19 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 
 
 def model_title(shapes: str) -> str:
-    """Returns the name of the model with the given `shapes`, a field of reports, as titles show it."""
+    """Returns the model's name in titles, from the field "shapes" of a report."""
     return MODELS.get(shapes, shapes)
 
 
 def print_rows(
     rows: Iterable[Row], columns: Mapping[str, str], show: Callable[[Row], Row] = lambda row: row, **widths: int
 ) -> Iterator[Row]:
-    """Prints a table line by line: yields each row and prints it. A line with the names of the columns comes first.
+    """Prints a table that begins with a line of column names. Prints and then yields one row at a time.
 
     Args:
       rows: the results.
-      columns: {name: format of its cell, such as "{milliseconds:.1f}"}; a cell stays empty if the row lacks a key.
+      columns: {name of a column: format of its cells, such as "{milliseconds:.1f}"}. A cell stays empty if the row
+        lacks a field that the format names.
       show: function that returns the row to print for a result.
       widths: minimum width of each named column in characters, negative for left-aligned text; default 8.
     """
@@ -97,6 +98,6 @@ def layer_share(row: Row) -> Row:
 
 
 def tokens_per_second(row: Row) -> dict[str, float]:
-    """Returns {acceptance rate as text: tokens a second of all requests}, for a step with drafts and `ACCEPTANCES`."""
+    """Returns {acceptance rate as text: tokens a second of all requests} of a step with drafts, for `ACCEPTANCES`."""
     steps = 1e3 * row["requests"] / row["milliseconds"]
     return {str(share): steps * sum(share**i for i in range(1 + row["drafts"])) for share in ACCEPTANCES}

@@ -49,8 +49,8 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
     Args:
       case: the case.
       implementation: "xla" or "mosaic_gpu".
-      layers: the arrays of each layer. If the case updates the first of them, it is donated, and the new one replaces
-        it in this list.
+      layers: the arrays of each layer. If `case.updates` is True, each call donates a layer's first item and replaces
+        it in this list by the result.
       inputs: inputs of each call.
     """
     function = _jitted(case, implementation)
@@ -153,7 +153,7 @@ def _seconds(call, count):
     """Measures the seconds of each of the calls `call(0)` .. `call(count - 1)`.
 
     On a GPU this is the sum of the times of a call's kernels, elsewhere wall-clock time. Raises RuntimeError if the
-    calls cannot have run equal numbers of kernels.
+    number of kernels is not a multiple of `count`.
     """
 
     def calls():

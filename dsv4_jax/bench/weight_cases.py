@@ -20,17 +20,18 @@ from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3, fp8_kind,
 _LINEAR_AGREES = close(relative=2**-7, absolute=1e-3)
 _DISJOINT = 8  # in cases of up to this many tokens, no two tokens select the same expert
 _MAX_XLA = 2048  # maximum number of tokens that XLA's version computes at a time; 8,192 would take 96 GiB
-# An expert's products and the values between them are rounded to bfloat16. Kernel and XLA add in different orders, so a
-# few values in a thousand are rounded the other way. The error is up to 2**-8 of values up to about 2**7. Errors of the
-# experts of a token are added up.
+# An expert's intermediate values and outputs are rounded to bfloat16. The kernel and XLA add in different orders, so a
+# few values in a thousand are rounded to another bfloat16. Each error is at most 2**-8 of a value, and values reach
+# about 2**7. The result of a token adds up the errors of its experts.
 _EXPERTS_AGREE = close(relative=2**-6, absolute=0.5)
 
 
 def linear_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of the linear maps of an attention layer.
+    """Yields cases of linear maps of a layer.
 
-    For V4, these are the fused maps whose inputs are the hidden states or the latents, for each group of layers, `o_a`
-    and `o_b` in bfloat16, and `q_b` and `o_b` in FP8. For V4.1, these are the maps that the release stores in FP8.
+    For V4, the maps in bfloat16 are `o_a`, `o_b`, and each layer group's fused maps of the hidden states and of the
+    latents. The maps in FP8 are `q_b` and `o_b`. For V4.1, the maps are those that the release stores in FP8, whole and
+    as shards on one of 4 devices.
     """
     config = schema.config
     if config.weight_block != WEIGHT_BLOCK:
@@ -57,7 +58,7 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _attention_shapes(config, devices=1):
-    """Returns the shapes of the maps of attention that are sharded over `devices` devices."""
+    """Returns the shapes of attention's sharded maps, as shards on one of `devices` devices."""
     groups = config.o_groups // devices
     group_width = config.num_attention_heads * config.head_dim // config.o_groups
     return {
@@ -104,7 +105,7 @@ def _quantized_weight(kind, *shape):
 
 
 def _linear_cases(name, shape, sizes, spec, kind=None):
-    """Yields a case of a linear map for each of the numbers of tokens `sizes`."""
+    """Yields a case of a linear map for each number of tokens in `sizes`."""
     rows, depth = shape
     channels = spec.num_groups * depth
 
@@ -127,10 +128,10 @@ def _linear_cases(name, shape, sizes, spec, kind=None):
 
 
 def experts_cases(schema: CacheSchema) -> Iterator[Case]:
-    """Yields cases of the routed experts of a layer in FP4 and in bfloat16, for 1 to 8,192 tokens.
+    """Yields cases of a layer's routed experts, for 1 to 8,192 tokens.
 
-    The bfloat16 experts of V4.1 are too large. For V4.1, a quarter of each expert in FP4 is measured instead, and there
-    are cases of up to 8 tokens with the shared expert.
+    V4 has cases in FP4 and in bfloat16. V4.1 is too large in bfloat16. It has cases in FP4, of whole experts and of a
+    quarter of each expert. For 1 and 8 tokens, it also has cases that include the shared expert.
     """
     config = schema.config
     inner = config.moe_intermediate_size
@@ -138,7 +139,7 @@ def experts_cases(schema: CacheSchema) -> Iterator[Case]:
     kinds = {"FP4": inner}
     if not is_v41:
         kinds["bfloat16"] = inner
-    elif inner // 4 % 32 == 0:  # a quarter has whole blocks of values that share a scale
+    elif inner // 4 % 32 == 0:  # a quarter consists of whole blocks of values with one scale
         kinds["FP4 / 4"] = inner // 4
     for kind, width in kinds.items():
         for tokens in (1, 8, 32, 128, 2048, 8192):
@@ -225,7 +226,7 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows values up to 8 to be rounded to the next bfloat16, and allows the effect on float32 coefficients."""
+        """Allows a rounding difference in bfloat16 values up to 8, and its effect in float32 coefficients."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)
@@ -270,7 +271,7 @@ def _router_case(config, tokens, *, hashed):
         return ops.router(x, weight, bias, table, token_ids, top_k=top_k, **options)[:2]
 
     def agree(result, expected):
-        """Allows 1% of different selections, because scores differ by rounding, and allows rounding of weights."""
+        """Allows rounding errors: 1% of the selections may differ, and weights by a relative error of 1e-4."""
         if result.dtype == jnp.int32:
             return jnp.mean((result == expected).astype(jnp.float32)) >= 0.99
         return close(1e-4, 0.0)(result, expected)

@@ -37,8 +37,8 @@ class Batch(Summarized):
       reset_slots: [max_requests] int32, slots whose new request begins with this step.
       prefill: whether a request has more than `max_query_tokens` tokens in the batch. The request's window rows could
         then overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
-      draft_block: number of adjacent tokens that all see each other and the window that precedes them, as in a block of
-        DSpark drafts; 0 = each token sees a window that ends with itself (static).
+      draft_block: number of tokens in a block of DSpark drafts, which all see each other and the window before the
+        block; 0 = each token sees a window that ends with itself (static).
       adapters: [max_requests] int32, index of each slot's adapter, -1 = none (see `nn.lora`); None = no adapters.
       is_image: [T] bool, whether a token is a part of an image; None = all tokens are text. A model that knows images
         (`DSV4Config.image_token_id`) routes such a token by another bias, and leaves it out of n-grams. The embedding
@@ -61,7 +61,7 @@ class Batch(Summarized):
     schema: CacheSchema | None = static_field(default=None)
 
     def with_adapter(self, model: Any, name: str) -> "Batch":
-        """Returns the batch with an adapter of a model for all requests.
+        """Returns a batch in which all requests use one adapter of a model.
 
         Args:
           model: the model that runs the batch, such as `DeepseekV4ForCausalLM`.
@@ -80,8 +80,8 @@ class Batch(Summarized):
     def with_decisions(self, sequences: Decisions) -> "Batch":
         """Returns the batch with the decisions of its tokens. The tokens may be any part of the sequences.
 
-        The layers make the decisions for a token whose row is all zeros, for a token at position N or above, and for a
-        token in slot S or above.
+        The layers decide by themselves for a token whose row is all zeros, for a token at position N or above, and for
+        a token in slot S or above.
 
         Args:
           sequences: Decisions [S, N, ...] by slot and position, as `Decisions.padded` returns them.

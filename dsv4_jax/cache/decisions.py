@@ -19,7 +19,7 @@ from dsv4_jax.config import DSV4Config
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Decisions(Summarized):
-    """The experts and the selected entries of tokens, in as few bytes as `decision_types` allows.
+    """The experts and the selected entries of tokens, in the small dtypes of `decision_types`.
 
     Arrays hold codes: an id plus one, or 0 for no id, see `encode_ids` and `decode_ids`. A token whose codes are all 0,
     such as padding, has no recorded decisions. The first axes belong to tokens: [T, ...] in a `Batch`.

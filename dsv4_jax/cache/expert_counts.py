@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 
 def counts_experts(cache: Any) -> bool:
-    """Whether steps of a cache count experts, see `KVCache.with_expert_counts`."""
+    """Returns whether steps of a cache count experts, see `KVCache.with_expert_counts`."""
     return getattr(cache, "expert_counts", None) is not None
 
 

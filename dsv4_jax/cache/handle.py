@@ -301,8 +301,8 @@ class LayerCacheHandle(Summarized):
         Tiles bound the memory of a long chunk's scores in a long context.
 
         Args:
-          function: function of a handle, which must only read the cache, and of arrays. It returns a pytree of arrays
-            with a row for each token, which does not depend on other tokens.
+          function: function that reads the cache through a handle and writes nothing. It returns a pytree of arrays
+            with a row for each token. A token's row must not depend on other tokens.
           arrays: pytrees of arrays with a row for each token of the batch.
           candidates: as for `indexer_scores`.
 

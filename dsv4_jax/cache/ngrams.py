@@ -24,8 +24,8 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
 
     Returns:
       ([T, max_ngram_size] int32 compressed ids: the id of the token itself, of the preceding token, and so on; the
-      cache with the new ids). The compressed id of `EngramConfig.pad_token_id` stands in places before the start of the
-      request, in places up to the newest part of an image, and for padding.
+      cache with the new ids). The compressed id of `EngramConfig.pad_token_id` stands for places before the start of
+      the request, for the newest part of an image and all tokens before it, and for padding.
     """
     engram = cache.schema.config.engram
     assert engram is not None

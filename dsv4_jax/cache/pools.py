@@ -129,7 +129,7 @@ class KVCache(Summarized):
         return {name: group.paged for name, group in self.groups.items()}
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
-        """Returns the cache with group fields replaced by those fields of `new` {name: PoolGroup} that are not None."""
+        """Returns the cache with the fields of its groups replaced by the fields of `new` that are not None."""
         groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
         return dataclasses.replace(self, groups=groups)
 

@@ -141,7 +141,7 @@ def write_request(
         count = new.shape[1]
         width = new.shape[-1]
         index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
-        # Axis 0 is indexed by an array, too. With a slice, this axis would follow the axes of the other indices.
+        # The index arrays of the first three axes are broadcast to [layers, count], the leading axes of `new`.
         layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
         return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
@@ -257,7 +257,7 @@ def _slot_pools(cache):
 
 
 def _with_slot_pools(cache, pools):
-    """Returns the cache with the pools that `_slot_pools` returns replaced."""
+    """Returns the cache with `pools` in place of the pools that `_slot_pools` returns."""
     cache = dataclasses.replace(cache, swa=pools.swa, streams=pools.streams, ngram_ids=pools.ngram_ids)
     return cache.with_groups(pools.groups)
 

@@ -26,8 +26,8 @@ def advance_streams(
       batch: inputs of the step.
 
     Returns:
-      (streams [T, hc_mult, hidden] of the predecessors; the batch with the positions of the predecessors, or position
-      and slot -1 for a token without predecessor; the cache with the new streams).
+      (streams [T, hc_mult, hidden] of the predecessors, the batch with the positions of the predecessors, the cache
+      with the new streams). A token without predecessor has the position and the slot -1.
     """
     tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
     start, _ = run_bounds(batch.slots)

@@ -29,7 +29,7 @@ _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _SIDES = {"down": "A", "up": "B"}  # {attribute of `Adapters`: PEFT's letter}
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# In a plain adapter, the fields of adapter_config.json have these values. Others change what an adapter computes.
+# The accepted values of fields of adapter_config.json. Other values change what an adapter computes.
 _PLAIN = {
     "peft_type": ("LORA",), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
     "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (None, False),
@@ -171,7 +171,7 @@ def _read(name, folder, places):
             raise ValueError(f"adapter {name!r}: {key!r:.200} in {_TENSORS} is for no map that can have an adapter")
         side = "down" if match[2] == "A" else "up"
         maps.setdefault(match[1], {})[side] = np.asarray(tensor.load(), np.float32)
-        if not np.isfinite(maps[match[1]][side].astype(jnp.bfloat16)).all():  # products round to the activations' dtype
+        if not np.isfinite(maps[match[1]][side].astype(jnp.bfloat16)).all():  # the model rounds them to this dtype
             raise ValueError(f"adapter {name!r}: {key} in {_TENSORS} has NaN or infinite values in bfloat16")
     if not maps:
         raise ValueError(f"adapter {name!r}: {_TENSORS} is empty")

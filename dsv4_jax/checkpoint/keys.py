@@ -28,10 +28,10 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
 TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # path ends of the tables from which a step reads few rows
-# This table has a row for each parameter outside the layers: the path in this package's model ("our path"), the name in
-# the release, the storage in the release's files (see `Weight`; "FP8" stands for the kind that the configuration says)
-# and, if it differs from our path, transformers' name. A row is used only if the model has a parameter at our path. The
-# shape is that of this parameter.
+# This table has a row for each parameter outside the layers. A row holds the path in this package's model ("our path"),
+# the name in the release, the storage in the release's files, and transformers' name if it differs from our path. For
+# the storage see `Weight`; "FP8" stands for the kind that the configuration says. A row is used only if the model has a
+# parameter at our path.
 _TOP = (
     (EMBEDDING, "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),
@@ -255,12 +255,12 @@ def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
 
 
 def is_draft(name: str) -> bool:
-    """Whether a tensor belongs to a draft layer, which a model without drafts leaves out."""
+    """Returns whether a tensor belongs to a draft layer, which a model without drafts leaves out."""
     return name.startswith(("mtp.", "model.mtp."))
 
 
 def is_image_part(name: str, *, biases: bool) -> bool:
-    """Whether a tensor is for images, which this package's text-only models leave out.
+    """Returns whether a tensor is for images, which this package's text-only models leave out.
 
     These are the tensors of the encoder of images and, if `biases` is True, the routers' biases for tokens of images.
     """
@@ -269,7 +269,7 @@ def is_image_part(name: str, *, biases: bool) -> bool:
 
 
 def is_draft_copy(name: str) -> bool:
-    """Whether a tensor of a draft layer is a copy of the model's embedding or head.
+    """Returns whether a tensor of a draft layer is a copy of the model's embedding or head.
 
     The rule comes from the release's conversion script: the name contains "emb" or ends with "head.weight".
     """

@@ -234,7 +234,7 @@ class _Loader:
         return kinds.pop() if len(kinds) == 1 else None
 
     def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
-        """Makes a variable's value a `QuantizedWeight` if its weights have one quantized kind and can stay quantized.
+        """Makes a variable's value a `QuantizedWeight` if all its weights can stay quantized, in the same kind.
 
         Raises ValueError if the mesh would split a block of weights that share a scale.
         """
@@ -288,7 +288,7 @@ class _Loader:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
 
     def _host_tables(self, path, memory):
-        """Returns the host memory for the variable at `path`; None if the variable lies on the devices."""
+        """Returns the HostTables for the variable at `path`; None if the variable lies on the devices."""
         if memory is not None:
             return memory.tables if path.endswith(keys.TABLES) else None
         return self._tables if path.endswith(keys.ENGRAM_TABLE) else None

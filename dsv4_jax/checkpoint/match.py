@@ -111,7 +111,7 @@ def _refuse_mismatches(
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
-    """Returns the names. Each of the first 10, which `listing` shows, gets the most similar name of `others` added."""
+    """Returns the names. To the first 10, those that `listing` shows, adds the most similar name of `others`."""
     lines = []
     for name in names[:_MAX_LISTED]:
         match = difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8)

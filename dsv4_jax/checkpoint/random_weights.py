@@ -56,7 +56,7 @@ def as_released[Module: nnx.Module](
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
         value = view.variable.get_value()
-        kind = stored.get(path, "")  # a map of token ids is not stored
+        kind = stored.get(path, "")  # Engram's map of token ids is in no checkpoint
         if is_quantized_kind(kind) and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
     return sharded_structs(module, mesh, expert_parallel=expert_parallel)
@@ -203,8 +203,8 @@ def _selects(path, shape, config, skew, where):
     seed = zlib.crc32(path.encode())
     ranks = np.random.default_rng(seed).permutation(experts)
     if shape == (experts,):
-        # This is the standard deviation of a logit, which sums `hidden_size` products of a normed activation, whose
-        # standard deviation is 1, and a weight.
+        # A logit sums `hidden_size` products of a weight and a normed activation, whose standard deviation is 1. The
+        # second argument is the standard deviation of this sum.
         selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
     else:
         selects = _routes(np.uint32(seed), -skew * np.log1p(ranks).astype(np.float32), shape=shape)
@@ -212,7 +212,7 @@ def _selects(path, shape, config, skew, where):
 
 
 def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np.ndarray, "E"]:
-    """Returns the router's biases with which given shares of the tokens select each expert.
+    """Returns biases of a router with which each expert is selected by a given share of the tokens.
 
     With many experts, a token selects the experts whose score plus bias exceeds a threshold that hardly varies. A score
     is `sqrt(softplus(logit))`. So the bias of an expert with share p is minus the score that a fraction p of the tokens
@@ -295,7 +295,7 @@ def _draw(path, value, where):
 
 
 def _compile(groups: Sequence[tuple[_Draw, ...]]) -> list[jax.stages.Compiled]:
-    """Compiles a program for each group of draws, which makes the group's arrays. Equal groups share a program."""
+    """Compiles a program for each group of draws, to make the group's arrays. Equal groups share a program."""
 
     def compile_group(draws):
         return _drawn.lower([jnp.uint32(0)] * len(draws), draws).compile()

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class TensorLoss:
-    """The loss in one tensor: its number of values, and sums of squares of the differences and of the values."""
+    """The loss in one tensor: its number of values, and two sums of squares, of the differences and of the values."""
 
     num_values: int = 0
     differences: float = 0.0
@@ -25,8 +25,8 @@ class TensorLoss:
 class RoundingLoss:
     """The errors of rounding in all tensors with one storage format, summed up while the tensors are written.
 
-    Errors are computed per tensor. The largest relative error of a single value would say little, because a small value
-    in a block of larger ones becomes 0, a relative error of 1.
+    Errors are computed per tensor. The largest relative error of a single value would say little: a small value in a
+    block of larger ones becomes 0, which is a relative error of 1.
 
     Attributes:
       num_rounded: number of values that changed.

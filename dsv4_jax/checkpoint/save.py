@@ -169,7 +169,7 @@ def check_storage(weights: str, naming: str) -> None:
 
 
 def describe_storage(config: Mapping[str, Any], weights: Storage, weight_block: int) -> dict[str, Any]:
-    """Returns the content of a config.json with the fields replaced that describe the storage of weights.
+    """Returns the content of a config.json in which the fields that describe the storage of weights are replaced.
 
     Args:
       config: content of the config.json.

@@ -16,15 +16,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         process at once.
 
     Returns:
-      The exit code: 0 after success; 2 after a user's mistake, which is explained on stderr without a traceback; 141,
-      as in a shell, if the reader of stdout closed it.
+      The exit code. 0: success. 2: a user's mistake, which is explained on stderr without a traceback. 141, as in a
+      shell: the reader of stdout closed it.
 
     Raises:
       SystemExit: for `--help` (0) and for arguments that do not parse (2).
     """
     if argv is None:
         _exit_at_interrupt()
-        # Imports and tracing make many objects and few cycles: collections took 8% of the time of `generate`.
+        # Collect garbage rarely. Imports and tracing make many objects but few cycles, and collections took 8% of the
+        # time of `generate`.
         gc.set_threshold(100_000, 20, 100)
     # The import takes half a second, during which Ctrl-C already works.
     from dsv4_jax.cli.commands import run_command

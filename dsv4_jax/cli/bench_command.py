@@ -88,8 +88,8 @@ class _DecodeSteps(ModelBenchmark):
 class LayerBench(_DecodeSteps):
     """Times decode steps of models that have layers of one kind only, one model for each kind.
 
-    If layers of a kind read entries or selections of others, as in V4.1, the model has one of each of these, too.
-    Weights are random and quantized as in the release. Reports the same numbers as "bench model".
+    If layers of a kind read entries or selections of other layers, as in V4.1, the model has those layers, too. Weights
+    are random and quantized as in the release. Reports the same numbers as "bench model".
 
     For example:
       dsv4-jax bench layer --json layer.json --plot layer.png
@@ -104,9 +104,9 @@ class ModelBench(_DecodeSteps):
     """Times decode steps of a model with some or all of its layers, embedding and head.
 
     Weights are random and quantized as in the release, and the cache is full. Reports the time of a step, of a step in
-    the loop on the device ("loop"), and until the call of a step returns ("call"); the floor, which is the time to read
-    weights and cache once; and microseconds of a layer, in all and for each kind of kernel. The kernels of embedding,
-    head and sampling ("head") are left out of the time of a layer, but not on a CPU, where kernels have no times.
+    the loop on the device ("loop"), and until the call of a step returns ("call"). The floor is the time to read
+    weights and cache once. Times of a layer are in microseconds, in all and for each kind of kernel. They do not
+    include embedding, head and sampling ("head"), except on a CPU, where single kernels are not timed.
 
     For example:
       dsv4-jax bench model --layers 8 --batches 1 8
@@ -117,9 +117,8 @@ class ModelBench(_DecodeSteps):
       dsv4-jax bench model --layers 4 --batches 32 --contexts 4096 --adapters 8
 
     Attributes:
-      layers: number of layers to run: one of each kind, with those that it reads from, as far as they fit, then the
-        first ones; 0 = as many as fit, or all with --expert-memory. Engram's tables are reduced to what the machine
-        holds.
+      layers: number of layers to run: one of each kind with the layers that it reads from, then the model's first
+        layers; 0 = as many as fit, or all with --expert-memory. Engram's tables are reduced to what the machine holds.
       skew: how unequally tokens select experts: the expert of rank r has weight r**-S. Each S is measured. With
         --expert-memory, the experts that are frequent with the largest S lie on the GPU.
       adapters: number of adapters (LoRA) of rank 16 beside attention's maps and the shared expert's. Requests use them
@@ -140,11 +139,11 @@ class ModelBench(_DecodeSteps):
 class PrefillBench(ModelBenchmark):
     """Times layers that read chunks of a prompt, one layer of each kind, with random weights as in the release.
 
-    The layers from which a layer reads entries or selections are run with it and alone, and subtracted.
-    Reports milliseconds and tokens a second, the rate of the matrix products, the floor, and the time of each kind of
-    kernel. The floor is the larger of two times: to read weights and cache once, and to compute the matrix products at
-    the rate of a large product. The last lines are for all layers together. Embedding and head are left out, but not on
-    a CPU, where kernels have no times.
+    If a layer reads entries or selections of other layers, these also run alone, and their time is subtracted. Reports
+    milliseconds and tokens a second, the rate of the matrix products, the floor, and the time of each kind of kernel.
+    The floor is the larger of two times: to read weights and cache once, and to compute the matrix products at the rate
+    of a large product. The last lines are for all layers together. Embedding and head are left out, but not on a CPU,
+    where kernels have no times.
 
     For example:
       dsv4-jax bench prefill --chunks 8192 --contexts 0 65536 --plot prefill.png

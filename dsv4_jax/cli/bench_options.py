@@ -34,8 +34,8 @@ Rows = Iterable[dict[str, Any]]  # the results of a report; each is measured whe
 class Benchmark:
     """The options that all benchmarks have, and the code that runs a benchmark.
 
-    A subclass has a method `_results`, which yields its results. If it has the option `plot`, its `_plot` is the name
-    of a function in `bench.plots`. Its `_sizes` are {option: (default sizes on a GPU, default sizes on a CPU)}.
+    The method `_results` of a subclass yields the results. A subclass with the option `plot` has the attribute `_plot`,
+    the name of a function in `bench.plots`. `_sizes` is {option: (default sizes on a GPU, default sizes on a CPU)}.
 
     Attributes:
       out: also write the results to this file.
@@ -54,7 +54,7 @@ class Benchmark:
                 raise ValueError("--plot needs matplotlib: pip install 'dsv4-jax[notebooks]'")
             if plot.suffix != ".png":
                 raise ValueError(f"--plot {plot} must end in .png")
-        # A run takes minutes, so check before it whether the files can be written.
+        # Check that the files can be written before the run, which takes minutes.
         for option, path in (("json", self.out), ("plot", plot)):
             option_checks.check_file(option, path, "written")
         if self._expert_bytes() is not None:
@@ -81,12 +81,12 @@ class Benchmark:
         return options.expert_bytes(values.get("expert_memory"), values.get("mesh"))
 
     def _options(self, kind, mesh, **values):
-        """Makes an options object of a measurement, such as `StepOptions`, from the options of this command.
+        """Makes the options object of a measurement, such as `StepOptions`, from the options of this command.
 
         Args:
-          kind: class of the object. It gets the options that it has a parameter for.
-          mesh: the devices. Default batches that its axis "data" does not divide are left out.
-          **values: values of parameters that are no options of this command.
+          kind: class of the object. Its parameters decide which options are passed to it.
+          mesh: the devices. Default batch sizes that the mesh's axis "data" does not divide are left out.
+          **values: values of further parameters.
         """
         import jax
 

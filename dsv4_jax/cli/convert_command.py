@@ -20,9 +20,9 @@ class ConvertCommand:
     back to the same values. Other weights that become FP8 or FP4 are rounded to nearest. Weights that stay FP8 or FP4
     are copied. One tensor is in memory at a time, and the folder appears when it is complete. Needs no GPU.
 
-    Prints the loss that rounding caused, for each storage in the new files: how many values changed, how many became 0,
-    and the relative error, which is the root mean square of the differences over that of the values: of all tensors,
-    and of the tensor where it is largest. It is 0 for weights that the new storage holds exactly.
+    Prints the loss by rounding for each storage in the new files: the shares of values that changed and that became 0,
+    and the relative error, averaged over tensors and of the worst tensor. The relative error of a tensor is the root
+    mean square of the differences, divided by that of the values. It is 0 if the new storage holds the values exactly.
 
     For example:
       dsv4-jax convert path/to/release path/to/new --weights bfloat16

@@ -22,8 +22,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
 
     Args:
       config: configuration of the model, whose weights are stored as in the release.
-      expert_memory: bytes of the GPU that experts may take, such as "60GB". "auto" = the memory that is left beside the
-        other weights, the cache and the programs.
+      expert_memory: bytes of GPU memory for routed experts, such as "60GB". "auto" = the memory that the other weights,
+        the cache and the programs leave.
       memory: bytes of the GPU's memory.
       cache_bytes: bytes of the cache.
       gpu: GPU whose measured rates the estimate uses, a key of `READ_RATES`.
@@ -34,12 +34,13 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         on_host: number of experts of a layer in host memory.
         host_bytes: bytes of the experts in host memory, in all layers.
         weights_bytes: bytes of the GPU that weights and programs take.
-        steps: estimates, [{tokens, skew, milliseconds, misses}]; misses are experts read from host memory.
+        steps: estimates, [{tokens, skew, milliseconds, misses}]; "misses" is the number of experts read from host
+          memory.
         gpu: the argument.
 
     Raises:
-      ValueError: weights, with the experts on the GPU, and programs do not fit the GPU; layers have different numbers
-        of experts; or an expert in host memory would be no whole number of pages.
+      ValueError: the programs and the weights, without experts in host memory, do not fit the GPU; layers have
+        different numbers of experts; or a matrix of an expert in host memory would not be a whole number of pages.
     """
     from dsv4_jax.expert_pages import TokenCost, program_bytes
     from dsv4_jax.expert_pages.token_cost import READ_RATES
@@ -85,9 +86,10 @@ def _count_bytes(config):
     """Counts the bytes of a model's weights, stored as in the release.
 
     Returns:
-      (number of layers with experts, number of experts of a layer, bytes of the FP4 codes of each matrix of an expert,
-      bytes of all weights on the GPU other than these codes, bytes of the draft layers and of the experts with their
-      scales). Tables do not count: they lie in host memory, as some experts do.
+      (layers, experts, matrices, other, routed). `layers` is the number of layers with experts, and `experts` the
+      number of experts of a layer. `matrices` lists the bytes of the FP4 codes of each matrix of an expert. `other`
+      counts all weights except these codes and the tables that lie in host memory, see `TABLES`. `routed` counts the
+      draft layers, and the experts with their scales.
     """
     from flax import nnx
 

@@ -101,7 +101,7 @@ class GenerateCommand(RandomModelOptions):
         # The last token is sampled, but not stored in the cache.
         total = len(prompt) + self.max_new_tokens - 1
         option_checks.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
-        # The answers to one prompt share blocks, so they stay in one data-parallel group.
+        # The answers to one prompt share blocks, so they run in one shard of the mesh's axis "data".
         requests = self._answers * sizes.get("data", 1)
         manager = self.make_manager(config, requests, options.whole_blocks(config, total), self.drafts)
         manager.check_ids(prompt, option)
@@ -150,7 +150,7 @@ class GenerateCommand(RandomModelOptions):
             raise ValueError("--drafts makes one answer faster: leave out --n-best and --beams")
 
     def _encode(self, tokenizer):
-        """Returns (name of the option for the prompt, the prompt's token ids), if --prompt-ids is not given.
+        """Returns (option, token ids) of the prompt that --prompt gives, or of the default prompt.
 
         Raises ValueError if --prompt is given and there is no tokenizer.
         """
@@ -207,7 +207,7 @@ class GenerateCommand(RandomModelOptions):
         return {"max_new_tokens": self.max_new_tokens, "stop_tokens": stop_tokens}
 
     def _draws(self):
-        """Returns the parameters of a request by which tokens are drawn."""
+        """Returns the parameters of a request that say how tokens are drawn."""
         from dsv4_jax.decode import SamplingParams
 
         return {"sampling": SamplingParams(self.temperature, self.top_k, self.top_p), "seed": self.seed}

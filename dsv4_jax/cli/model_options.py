@@ -83,7 +83,7 @@ class ModelOptions:
         progress: bool = False,
         begin_programs: "Callable[[CompiledModel], None] | None" = None,
     ) -> "CompiledModel":
-        """Loads the model. Unless it is the packaged one, the package's log is shown meanwhile.
+        """Loads the model. The package's log is shown meanwhile, except for the packaged model.
 
         Without --weights, quantized weights stay quantized on a GPU and are converted to --dtype elsewhere.
 
@@ -92,8 +92,8 @@ class ModelOptions:
           schema: schema of the cache, for which --expert-memory auto leaves room. It has the model's configuration.
           step_tokens: number of tokens of the largest step, for which --expert-memory auto leaves room.
           progress: whether to show a progress bar.
-          begin_programs: function that is called before the weights are read, with the model without weights, to start
-            compiling its programs; see `Engine.begin_programs`. None = no call.
+          begin_programs: function that is called with the model before its weights are read, to start compiling the
+            model's programs; see `Engine.begin_programs`. None = no call.
         """
         import jax.numpy as jnp
 
@@ -155,8 +155,8 @@ class ModelOptions:
           requests: maximum number of requests. It is rounded up so that the mesh's axis "data" divides it.
           context: maximum number of tokens of a request.
           drafts: number of drafts of each request that a step verifies.
-          memory: size of the cache, such as "20GiB". None = all requests can have `context` tokens, where the number of
-            blocks is rounded up so that the mesh divides it.
+          memory: size of the cache, such as "20GiB". None = room for `context` tokens of each request, with the number
+            of blocks rounded up to a multiple of the mesh's size.
 
         Raises:
           ValueError: the model has draft layers that cannot make so many drafts, or a size is impossible.

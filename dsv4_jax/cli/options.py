@@ -22,7 +22,7 @@ MODELS = "|".join((*PRESETS, "DIR"))  # text that stands for the value of an opt
 
 
 def optional(metavar: str, **options: Any) -> Any:
-    """Returns the `tyro.conf.arg` of an option whose help text states its default, so that tyro does not add one.
+    """Returns the `tyro.conf.arg` of an option whose help text states its default, so that tyro does not add it.
 
     Args:
       metavar: text that stands for the option's value in the help text.
@@ -155,8 +155,8 @@ def mesh_sizes(command: Any, config: DSV4Config | None = None) -> dict[str, int]
       {axis: number of devices along it}, empty without --mesh.
 
     Raises:
-      ValueError: the text is no mesh, the mesh does not divide the model, or the axis "model" has only one device
-        although one of the two flags is given.
+      ValueError: the text is no mesh, the mesh does not divide the model, or --context-parallel or --expert-parallel is
+        given although the axis "model" has only one device.
     """
     values = vars(command)
     expert_parallel = values.get("expert_parallel", False)

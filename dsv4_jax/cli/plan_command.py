@@ -196,7 +196,7 @@ def _pools(one):
 class _Device:
     """The memory of a device for the cache, and the numbers of devices that share requests and blocks.
 
-    In the methods, `one` is the schema of a cache for one full request, which has the whole context.
+    In the methods, `one` is the schema of a cache for a single request with the maximum number of tokens.
 
     Attributes:
       memory: bytes of the device for the cache.
@@ -258,7 +258,7 @@ def _print_report(report, one):
 
 
 def _rows(one):
-    """Returns a text about the bytes of a row of the windows, an entry and an indexer key, field by field."""
+    """Returns text that lists the bytes of each field of a window row, an entry and an indexer key."""
     window = one.window_codec.struct
     groups = one.groups.values()
     entries = [group.entry.struct for group in groups if group.entry.struct != window]

@@ -74,7 +74,7 @@ def score_step(
 
 
 def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
-    """Drafts `count` tokens greedily after each token of a step and its next token.
+    """For each token of the step, greedily drafts `count` tokens that follow its next token.
 
     A scan over the step's positions runs one token of every request at a time, because the draft layers read the window
     rows of earlier tokens.
@@ -132,8 +132,8 @@ def score_ids(
       window_only: whether all layers attend to the sliding window only.
 
     Yields:
-      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Token 0 stands for the token after the
-      last token of a row.
+      For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Values for the last token of a row
+      mean nothing, because token 0 stands for the missing next token.
     """
     slots = [manager.admit(row) for row in ids]
     compiled = CompiledModel.of(model)
@@ -184,7 +184,7 @@ def read_ids(path: Path) -> np.ndarray:
 def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
     """Returns the number of UTF-8 bytes of each row's text, not counting the text of the row's first token.
 
-    The result is [] if the tokenizer would not turn the text of a row into the same tokens, or a text has no bytes.
+    The result is [] if the tokenizer turns the text of a row into other tokens, or if a text has no bytes.
     """
     lengths = []
     for row in ids.tolist():
@@ -207,7 +207,7 @@ class _WindowOnlyCache(KVCache):
 
 
 class _WindowOnlyHandle(LayerCacheHandle):
-    """A layer of a `_WindowOnlyCache`. Layers of all kinds neither store nor select compressed entries."""
+    """A layer of a `_WindowOnlyCache`. Whatever its kind, it never stores or selects compressed entries."""
 
     def flush(self, *_, **__):
         return self

@@ -21,7 +21,7 @@ from dsv4_jax.parallel.mesh import check_divisible
 
 
 _KEY_VARIABLE = "DSV4_JAX_API_KEY"
-# Python's switch interval: the maximum time for which another thread keeps the GIL while the engine waits for it.
+# Python's switch interval: the maximum time for which another thread keeps the GIL while the engine waits for the GIL.
 # Measured with 32 streams, Python's default of 5 ms was as fast (docs/notes/serving.md).
 _SWITCH_SECONDS = 5e-4
 
@@ -230,7 +230,7 @@ class ServeCommand(RandomModelOptions):
             checkpoint,
             manager.schema,
             step_tokens=self._step_tokens,
-            begin_programs=None if self._adapters else begin_programs,  # programs with adapters are other ones
+            begin_programs=None if self._adapters else begin_programs,  # with adapters, steps have other programs
         )
         if self._adapters:
             module = model.module
@@ -240,7 +240,7 @@ class ServeCommand(RandomModelOptions):
 
     @functools.cached_property
     def _adapters(self) -> dict[str, Path]:
-        """The folders of --adapters by name. Raises ValueError if the option is malformed or has no adapter."""
+        """The folders of --adapters by name. Raises ValueError if it is malformed or a folder holds no adapter."""
         folders = {}
         for item in self.adapters.split(",") if self.adapters else ():
             name, _, folder = map(str.strip, item.partition("="))
@@ -256,8 +256,8 @@ class ServeCommand(RandomModelOptions):
     def weights_key(self, checkpoint: Path) -> str:
         """Returns a text that identifies the weights of the model and of the adapters, and the way of running them.
 
-        Another checkpoint, another --weights or another JAX platform has another text. So prefixes that were cached
-        with one of them are not used with another.
+        The text differs between checkpoints, values of --weights and JAX platforms, so that prefixes cached with one of
+        them are not used with another.
         """
         import jax
 
@@ -291,7 +291,7 @@ class ServeCommand(RandomModelOptions):
 
 
 def _is_loopback(host):
-    """Whether an address to listen at, or the name "localhost", can be reached from this machine only."""
+    """Returns whether a server that listens at `host` can be reached from this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -28,9 +28,9 @@ def use_compilation_cache() -> None:
     """Makes JAX keep compiled programs in a folder, so that later runs need not compile them.
 
     The folder is JAX_COMPILATION_CACHE_DIR or, if this environment variable is not set, `dsv4_jax/programs` in
-    XDG_CACHE_HOME or ~/.cache. Programs of whole steps are kept in its subfolder `steps`, see
-    `dsv4_jax.decode.program_store`. JAX reads the variable when it is imported. If JAX is already imported, its
-    configuration is set.
+    XDG_CACHE_HOME or ~/.cache. Programs of whole steps are kept in the subfolder `steps`, see
+    `dsv4_jax.decode.program_store`. JAX reads the variable at its import. If JAX is imported already, its configuration
+    is set instead.
 
     JAX_ENABLE_COMPILATION_CACHE=false turns this off. A folder into which other users may write is not used, because
     the programs in it are run.
@@ -66,7 +66,7 @@ def use_compilation_cache() -> None:
             seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
             jax.config.update("jax_compilation_cache_dir", programs)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-            compilation_cache.reset_cache()  # JAX notes at its first compilation whether there is a folder
+            compilation_cache.reset_cache()  # JAX remembers from its first compilation whether there is a folder
 
 
 def explain_missing_platform() -> str | None:

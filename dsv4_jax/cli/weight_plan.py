@@ -13,7 +13,7 @@ from dsv4_jax.parallel.mesh import abstract_mesh
 if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
 
-# {kind of weights: texts of which one is in the paths of its parameters}. A parameter has the first kind that fits.
+# {kind of weights: texts}. A parameter belongs to the first kind of which a text occurs in the parameter's path.
 KINDS = {
     "Engram": (".engram.",),
     "draft layers": ("drafts.",),
@@ -51,7 +51,7 @@ def plan_weights(
     whole = parameter_views(abstract_model(config))
     sharded = parameter_views(abstract_model(config, mesh, expert_parallel=expert_parallel))
     report = {kind: {"model": 0, "device": 0, "replicated": 0} for kind in KINDS}
-    # Maps and layers that share an array have a path each. The array counts at one of them.
+    # Maps or layers that share an array have a path each. The array counts at one of these paths only.
     paths = {id(view.variable): path for path, view in sharded.items()}
     for path in paths.values():
         row = report[next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))]

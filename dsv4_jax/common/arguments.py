@@ -92,7 +92,7 @@ def check_top_k(top_k: Any) -> int:
 
 
 def check_top_p(top_p: Any) -> float:
-    """Returns a probability as a float.
+    """Returns the probability `top_p` as a float.
 
     Raises TypeError if it is no real number, and ValueError if it is not from 2**-126, the smallest normal float32, to
     1.

@@ -23,9 +23,9 @@ def check_not_lfs_pointer(file: str | Path, content: bytes) -> None:
 
 
 def snapshot_hint(folder: Path) -> str:
-    """Returns a sentence that names the right folder if a folder of the Hugging Face hub's download cache is given.
+    """Returns a sentence that names the right folder if `folder` is one of the Hugging Face hub's cache, else "".
 
-    Such a folder has the checkpoint in `snapshots/HASH`. Otherwise the result is "".
+    A folder of the cache has the checkpoint in `snapshots/HASH`.
     """
     snapshots = folder if folder.name == "snapshots" else folder / "snapshots"
     configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.lstat().st_mtime)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def make_private_folder(path: str | Path) -> Path:
-    """Returns the path of a folder into which only the user may write. It is made with mode 0700 if it does not exist.
+    """Returns the path of a folder into which only the user may write. Makes a missing folder with mode 0700.
 
     Raises OSError if the folder cannot be made, belongs to another user, or others may write into it.
     """

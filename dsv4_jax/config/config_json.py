@@ -165,7 +165,7 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a model without nesting, by their names in the release's config.json.
 
     Ignored fields are left out. For V4.1, the fields `vision_*` are ignored, too. If the configuration of V4.1's
-    inference code has no `model_type`, the result has V4.1's. `eos_token_id` is a list or None.
+    inference code has no `model_type`, the result has the `model_type` of V4.1. `eos_token_id` is a list or None.
 
     Args:
       raw: content of config.json, or of the configuration of V4.1's inference code.
@@ -300,7 +300,7 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
 
 
 def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -> None:
-    """Raises ValueError unless the layers that the written fields `content` stand for are the layers of the model.
+    """Raises ValueError unless the fields in `content`, read again, give the layers of the model.
 
     A layer that stores entries may have another `group` and `index`, because config.json states neither.
     """

@@ -45,7 +45,7 @@ class DSparkConfig:
         of the streams that leave it or, in V4.1, of those that enter it.
       markov_rank: rank of the matrix by which the token before a draft corrects the draft's logits.
       n_routed_experts: number of routed experts of a draft layer; None = as many as the model's layers have.
-      num_experts_per_tok: number of them that a token is sent to; None = as many as in the model's layers.
+      num_experts_per_tok: number of these experts that a token is sent to; None = as many as in the model's layers.
       keeps_streams, estimates_confidence: see `MTPConfig`.
     """
 
@@ -85,10 +85,10 @@ class DSparkConfig:
 
 
 def check_min_confidence(min_confidence: float, layers: MTPConfig | DSparkConfig | None) -> None:
-    """Checks the minimum estimated probability of being accepted that a draft must have to be verified.
+    """Checks the minimum of a draft's estimated probability of being accepted. Drafts below it are not verified.
 
     Args:
-      min_confidence: the probability; 0 = all drafts are verified.
+      min_confidence: the minimum; 0 = all drafts are verified.
       layers: the model's draft layers; None without any.
 
     Raises:

@@ -38,15 +38,15 @@ class DSV4Config:
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
     - `kv_format`: name of the release's format of the KV cache, "v4" or "v41", see `quant.formats`.
     - `norms_queries`: whether each head of the queries is normed. V4.1 does not.
-    - `delays_pre`: whether a hyper-connection collapses the streams by the weights `pre` that the hyper-connection
-      before it computed, as in V4.1. Then the model has no weights for the collapse before its head.
+    - `delays_pre`: whether a hyper-connection collapses the streams by the weights `pre` of the preceding
+      hyper-connection, as in V4.1. Then the model has no weights for the collapse before its head.
     - `candidate_topk_blocks`, `candidate_block_size`: number of blocks to which a layer restricts the selections of
       later layers, and number of entries in a block; 0 if no layer has `candidates`.
     - `engram`: V4.1's embeddings of n-grams; None = none.
     - `image_token_id`: token id that stands for a part of an image; None = the model knows no images. In a text it is
       an ordinary token: `Batch.is_image` says which tokens are parts of images.
-    - `weight_block`: number of rows, and of columns, of the blocks of a matrix that share a scale if the release stores
-      the matrix in FP8: 128, or 32 in V4.1.
+    - `weight_block`: number of rows and of columns of a block of values that share a scale, in matrices that the
+      release stores in FP8: 128, or 32 in V4.1.
 
     Raises:
       TypeError: a layer is not a LayerSpec, or a number has another type.
@@ -158,7 +158,7 @@ class DSV4Config:
 
     @property
     def nope_head_dim(self) -> int:
-        """The number of channels of a head that RoPE does not rotate, which come first."""
+        """The number of a head's first channels, which RoPE does not rotate."""
         return self.head_dim - self.qk_rope_head_dim
 
     @functools.cached_property
@@ -199,7 +199,7 @@ class DSV4Config:
     def with_layers(self, specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str] | None = None) -> "DSV4Config":
         """Returns the configuration of a model with other layers. The last of them become DSpark's target layers.
 
-        Engram stays in those of its layers whose indices are below the new number of layers.
+        Engram keeps its layers whose indices are below the new number of layers.
 
         Args:
           specs: the attention of each layer.
@@ -221,7 +221,7 @@ class DSV4Config:
     def with_dspark(
         self, markov_rank: int, n_routed_experts: int | None = None, num_experts_per_tok: int | None = None
     ) -> "DSV4Config":
-        """Returns the configuration with DSpark's three draft layers. Other values are as in the releases.
+        """Returns the configuration with three draft layers of DSpark, whose other values are those of the releases.
 
         Args:
           markov_rank, n_routed_experts, num_experts_per_tok: see `DSparkConfig`.
@@ -273,11 +273,11 @@ class DSV4Config:
         return experts or self.n_routed_experts, selected or self.num_experts_per_tok
 
     def is_hashed(self, layer: int) -> bool:
-        """Whether a layer looks up its experts by token id; draft layers never do."""
+        """Returns whether a layer looks up its experts by token id; draft layers never do."""
         return self.mlp_layer_types[layer : layer + 1] == ("hash_moe",)
 
     def has_engram(self, layer: int) -> bool:
-        """Whether embeddings of n-grams are added to the residual streams before a layer."""
+        """Returns whether embeddings of n-grams are added to the residual streams before a layer."""
         return self.engram is not None and layer in self.engram.layer_ids
 
     def inv_freq(self, layer: int) -> "np.ndarray":
@@ -338,7 +338,7 @@ class DSV4Config:
     def v4_flash(cls) -> "DSV4Config":
         """Returns the configuration of DeepSeek-V4-Flash.
 
-        It has 43 layers: 2 with a sliding window only, then CSA and HCA in turn, 21 and 20 of them.
+        It has 43 layers: first 2 with a sliding window only, then 21 of CSA and 20 of HCA in turn.
         """
         csa = LayerSpec.csa()
         hca = LayerSpec.hca()
@@ -352,7 +352,7 @@ class DSV4Config:
     def v4_pro(cls) -> "DSV4Config":
         """Returns the configuration of DeepSeek-V4-Pro.
 
-        It has 61 layers: 2 of HCA, then CSA and HCA in turn, 30 and 29 of them.
+        It has 61 layers: first 2 of HCA, then 30 of CSA and 29 of HCA in turn.
         """
         csa = LayerSpec.csa()
         hca = LayerSpec.hca()

@@ -9,8 +9,8 @@ from dsv4_jax.common.arguments import check, check_whole
 from dsv4_jax.config.layer_spec import check_layers
 
 
-# Hashes are reduced by 32-bit arithmetic, a byte at a time, for which primes must lie below 2**24. So do the first 4096
-# primes from here on.
+# Hashes are reduced modulo primes by 32-bit arithmetic, a byte at a time, which needs primes below 2**24. The first
+# 4096 primes from `MAX_SIZE` on are below 2**24.
 MAX_SIZE = 2**24 - 2**17
 
 
@@ -18,13 +18,15 @@ MAX_SIZE = 2**24 - 2**17
 class EngramConfig:
     """Engram: layers that look up embeddings by hashes of the last 2, 3, ... `max_ngram_size` tokens.
 
-    Token ids are first mapped to compressed ids, which are equal for tokens that differ in case, accents or blanks.
+    Token ids are first mapped to compressed ids, which are equal for tokens that differ only in case, accents or
+    blanks.
 
     Attributes:
       layer_ids: layers with Engram, ascending.
       num_embeddings: number of rows of each layer's table.
       max_ngram_size: largest number of tokens in an n-gram.
-      vocab_size: lower bound of the number of rows for a head of an n-gram, which is a prime number.
+      vocab_size: minimum number of table rows for each hash; the numbers of rows are the primes from here on, see
+        `primes`.
       n_heads: number of hashes, and so of rows, for each n-gram.
       head_dim: number of channels of a row.
       pad_token_id: token id that stands for the tokens before the start of a request.

@@ -46,8 +46,9 @@ class LayerSpec:
       index_topk: number of entries that the layer selects, if it selects them itself; None = the configuration's
         `index_topk`.
       position_bias: whether the compressor adds a bias by position in the window to the pooling logits.
-      candidates: number of the layer whose candidate blocks restrict what the layer selects (V4.1). The layer itself,
-        which may be given as -1, selects freely and makes the candidates. None = neither.
+      candidates: number of the layer whose candidate blocks restrict what the layer selects (V4.1). If it is the layer
+        itself, which may be given as -1, the layer selects freely and makes candidates. None = the layer selects freely
+        and makes no candidates.
     """
 
     layer: int = OWN
@@ -229,7 +230,7 @@ def shared_specs(
 
 
 def _check_sources(rates, kv_sources, index_sources, candidate_source):
-    """Checks the arguments of `shared_specs`, except that layers have a source with their rate."""
+    """Checks the arguments of `shared_specs`, but not whether each layer has a source with its rate."""
     for name, layers in (("kv_source_layer_ids", kv_sources), ("index_source_layer_ids", index_sources)):
         check_layers(name, layers, len(rates))
         for i, layer in enumerate(layers):

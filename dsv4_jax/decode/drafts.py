@@ -150,9 +150,9 @@ def draft(
 ) -> tuple[Int[Array, "n count"], Float[Array, "n count vocab"], Float[Array, "n count"] | None, KVCache]:
     """Drafts the next tokens of requests. Call it inside a traced function.
 
-    A draft is drawn from the draft layers' logits with the random bits that `sample` later uses to draw the model's own
-    token at the same position. Draft and token then agree as often as their distributions allow, up to a constant
-    factor (Daliri, Musco and Suresh, 2024, arXiv:2408.07978). The request gets the same tokens as without drafts.
+    A draft is drawn from the draft layers' logits. `sample` later draws the model's own token at the same position with
+    the same random bits. Draft and token agree as often as their distributions allow, up to a constant factor (Daliri,
+    Musco and Suresh, 2024, arXiv:2408.07978). The request gets the same tokens as without drafts.
 
     Args:
       model: the model, with an attribute `drafts` (`Drafts`).

@@ -46,13 +46,13 @@ def logprobs(
 ) -> Float[Array, "*shape"]:
     """Computes the log-probability of each token given the earlier tokens of its sequence.
 
-    The values equal `Request.logprobs` in a batch-invariant engine with this model, bit for bit: the sequences run in
-    chunks of `token_budget` tokens, with the shapes and the cache of the engine's program.
+    The values equal `Request.logprobs` in a batch-invariant engine with this model, bit for bit. For this, the
+    sequences run in chunks of `token_budget` tokens, with the shapes and the cache of the engine's program.
 
     Gradients are taken at the values of the rollout. The rounding of cache rows passes gradients on unchanged
-    (straight-through, see `FakeQuantFormat`). The backward pass recomputes chunks and layers. For this a copy of the
-    cache from before each chunk is kept, in the cache's own format. The memory of these copies grows with the square of
-    the number of tokens: divide a large batch, and add up the gradients. Padding costs as much time as tokens, so pack
+    (straight-through, see `FakeQuantFormat`). The backward pass recomputes chunks and layers. For this, a copy of the
+    cache before each chunk is kept, in the cache's own format. The memory of these copies grows with the square of the
+    number of tokens: divide a large batch, and add up the gradients. Padding costs as much time as tokens, so pack
     sequences whose lengths differ much.
 
     If the model lies on a mesh, its devices compute as in a step of an engine on this mesh, and each gradient has the
@@ -195,7 +195,7 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
 
 
 def _split(tree):
-    """Splits a tree of arrays into two with None elsewhere: the floating-point arrays, and the others."""
+    """Splits a tree into (the floating-point arrays, the other arrays), with None in the places of the rest."""
 
     def is_float(x):
         return jnp.issubdtype(x.dtype, jnp.floating)

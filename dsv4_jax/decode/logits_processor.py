@@ -130,9 +130,9 @@ class SlotRows:
         return cls(processor, rows, batch.token_ids[tokens[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
-        """Returns the logits as the processor changes them.
+        """Returns the logits after the processor's changes.
 
-        A row that follows a draft gets the slot's state updated with the slot's drafts up to this one.
+        The state for a row that follows a draft is the slot's state, updated with the slot's drafts up to this one.
         """
         new = logits
         state = self.processor.state

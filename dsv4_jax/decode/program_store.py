@@ -49,7 +49,7 @@ FOLDER = "DSV4_JAX_PROGRAMS"  # environment variable with the store's folder; wi
 MAX_BYTES = 4 << 30  # if all files exceed this size, the least recently used ones are removed
 logger = logging.getLogger(__name__)
 # A thread holds this lock while it traces a step, so that the next thread can use the finished trace of the model.
-# Without the lock, two threads would trace the model twice. This would save no time, since both need the GIL.
+# Tracing in parallel would save no time, because it needs the GIL.
 TRACE = threading.Lock()
 # A thread holds this lock while it changes JAX's setting `jax_enable_compilation_cache` of the whole process.
 _JAX_CACHE = threading.Lock()
@@ -128,7 +128,7 @@ class ProgramTable:
         try:
             result = find()
         except BaseException as error:
-            del self._programs[key]  # so that the next call of `find` tries again
+            del self._programs[key]  # so that a later call tries again
             program.set_exception(error)
         else:
             with self._lock:

@@ -43,8 +43,8 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
-# Up to this number of likeliest tokens are found by unrolled code. With more there is a loop on the device, for which
-# the host waits in each step. OpenAI's API allows 20.
+# The search for up to this number of likeliest tokens is unrolled. For more, it is a loop on the device, for which the
+# host waits in each step. OpenAI's API allows 20.
 MAX_UNROLLED = 20
 
 
@@ -119,7 +119,7 @@ def sample(
     """Draws one token per row.
 
     The random bits of a row depend only on its seed and position. From equal logits, a request therefore draws equal
-    tokens in any batch, in single steps or in a loop on the device, and with or without drafts to verify.
+    tokens in any batch, in single steps or in a loop, and with or without drafts.
 
     Args:
       logits: [n, vocab] float32.
@@ -204,9 +204,9 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
 def _keep_best(logits, sampling):
     """Returns the logits [n, vocab] with -inf for the tokens that `top_k` and then `top_p` exclude.
 
-    This function runs in a `lax.cond` branch, and XLA can put a branch in a CUDA graph. XLA's sort on a GPU is a
-    library call that a CUDA graph cannot hold. With a sort, the host would have to wait for the whole step to learn
-    whether the branch is taken. So thresholds are found without sorting.
+    Thresholds are found without sorting, because this function runs in a `lax.cond` branch. XLA can put a branch in a
+    CUDA graph, but not if it has a sort, which is a library call on a GPU. The host would then have to wait for the
+    whole step to learn whether the branch is taken.
     """
     top_k = sampling.top_k[:, None]
     top_p = sampling.top_p[:, None]
@@ -218,7 +218,7 @@ def _keep_best(logits, sampling):
 
 
 def _largest_threshold(is_enough, logits):
-    """Finds for each row the largest threshold such that the logits at or above it are enough.
+    """Finds for each row the largest threshold with which `is_enough` holds for the logits at or above it.
 
     The search is over the ranks of all float32 in ascending order, see `_float_at`. It finds one hexadecimal digit of
     the rank at a time, the highest first, by testing 15 thresholds.

@@ -133,8 +133,8 @@ class EarlierTokens:
     def fill(self, batch: Batch, lengths: Int[Array, "slots"]) -> Batch:
         """Returns the batch with the earlier step's tokens filled in.
 
-        If the earlier step verified drafts, the host did not know how many were accepted when it prepared the batch.
-        So the positions of the filled-in tokens are set, too: they continue from the request's length in `lengths`.
+        When the host prepared the batch, it did not know how many drafts the earlier step accepted. So the positions of
+        the filled-in tokens are set, too: they continue from the request's length in `lengths`.
 
         Args:
           batch: the batch as the host prepared it.
@@ -395,7 +395,7 @@ def last_accepted(
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
     """Calls the model on a batch. Call it inside a traced function.
 
-    If the model is a pytree of arrays, its trace, which takes seconds, is shared by all steps of equal shapes.
+    Tracing a model takes seconds. If the model is a pytree of arrays, all steps of equal shapes share one trace.
 
     Returns:
       ([T, hidden] hidden states, the updated cache).

@@ -20,8 +20,8 @@ def compiled_step(step: Callable[..., Any]) -> Any:
         donated. Keyword-only arguments, and no others, are static.
 
     Returns:
-      A function with the signature of the step, the methods of a jitted function that this package uses, and the
-      undecorated step as attribute `body`, for use within another traced function.
+      A function with the signature of the step, and with the methods of a jitted function that this package uses. Its
+      attribute `body` is the undecorated step, for use within another traced function.
     """
     sharded = sharded_step(step)
     program: Any = jax.jit(sharded, donate_argnames="cache", static_argnames=tuple(static_names(step)))

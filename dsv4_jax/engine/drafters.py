@@ -61,10 +61,10 @@ class PromptLookup:
 def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
     """Returns the tokens that a step with k drafts yields: the accepted drafts and the token drawn after them.
 
-    A draft is accepted if it and all earlier drafts equal the drawn tokens. Then its context is the one that a step
-    without drafts would have, and the same random bits draw the same token. The probability that a draft is accepted
-    is the model's probability of this token, as in rejection sampling from a drafter that is always certain (Leviathan
-    et al., 2023, arXiv:2211.17192).
+    A draft is accepted if it and all earlier drafts equal the drawn tokens. The result is the same as without drafts,
+    because each token is drawn after the same tokens with the same random bits. A draft is accepted with the model's
+    probability of this token, as in rejection sampling from a drafter that is always certain (Leviathan et al., 2023,
+    arXiv:2211.17192).
 
     Args:
       drafts: [k] draft tokens.

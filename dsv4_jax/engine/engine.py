@@ -34,13 +34,14 @@ class Engine(Summarized):
     * Programs: a decode step runs each request's newest token and drafts in one compiled program. All other steps run
       in another program, of `token_budget` tokens. Steps with grammars have programs of their own. No program depends
       on which requests run, and a request's tokens do not depend on other requests, waiting, preemption or drafts.
-    * Shards: on a mesh with an axis "data" each shard runs its own requests, all in the same step. Of the shards with
-      room, a request goes to the one with its longest cached prefix, then to the one with the most free slots.
-    * Overlap (`EngineConfig.overlap`): while a step's tokens are copied to the host, the next step already runs. It
-      takes the newest tokens, and drafts that the device made, from the device. It leaves out requests that end by
-      their length. If a request turns out to have ended by a stop token, its tokens in this step are discarded. The
-      next step is not launched early if it has to preempt a request, or if it verifies drafts under a grammar, since
-      the host has to know the tokens first.
+    * Shards: on a mesh with an axis "data" each shard runs its own requests, all in the same step. A request goes to
+      the shard with room that has the longest cached prefix of its tokens. Among equal shards, it goes to the one with
+      the most free slots.
+    * Overlap (`EngineConfig.overlap`): while a step's tokens are copied to the host, the next step already runs. The
+      next step takes newest tokens, and drafts that the device made, from the device. It leaves out requests that end
+      by their length. If a request turns out to have ended by a stop token, its tokens in this step are discarded. A
+      step that has to preempt a request, or verifies drafts under a grammar, is not launched early, since the host has
+      to know the tokens first.
     * Errors: if a step raises, the engine stays usable. All running requests are queued again and continue from the
       tokens that they have.
 
@@ -485,7 +486,7 @@ class Engine(Summarized):
         scheduler.update(launched, output, self._launched)
 
     def _next_order(self):
-        """Returns the next number that is not the id of an unfinished request, so that a new request can get it."""
+        """Returns the number for a new request: the next one that is not the id of an unfinished request."""
         return next(order for order in self._orders if order not in self._scheduler.requests)
 
     def _check_unfinished(self, request):

@@ -18,9 +18,10 @@ class EngineConfig:
 
     Attributes:
       token_budget: maximum number of tokens of a step, in each shard of a mesh's axis "data". A larger budget reads
-        prompts faster and delays running requests longer. It must have room for a token and its drafts for each slot.
+        prompts faster and delays running requests longer. The budget must have room for a token and its drafts for each
+        slot.
       draft_tokens: maximum number of drafts of a request that a step verifies, less than the manager's
-        `max_query_tokens`. None = 0 without a drafter, and with one the largest number allowed.
+        `max_query_tokens`. None = the largest number allowed with a drafter, and 0 without one.
       min_confidence: minimum estimated probability of drafts that the model's own layers make, as in
         `decode.drafts.DraftOptions`; must be 0 otherwise.
       batch_invariant: whether all steps run in one program of `token_budget` tokens, so that logits do not depend on

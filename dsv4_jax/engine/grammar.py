@@ -160,7 +160,7 @@ def with_names(tokenizer: Tokenizer, names: Mapping[str, str]) -> str:
 
 
 def json_rule(schema: Any, is_lenient: bool = False) -> str:
-    """Returns the right side of a Lark rule that matches JSON text of a schema.
+    """Returns the right side of a Lark rule for JSON text that follows a schema.
 
     The JSON text has at most 32 consecutive white-space characters.
 

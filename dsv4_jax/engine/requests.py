@@ -82,7 +82,7 @@ class RequestParams:
     def prefix_salt(self) -> str:
         """The salt of the request's cached prefixes. It includes the adapter, on which the cached rows depend."""
         parts = [self.adapter, self.cache_salt]
-        return json.dumps(parts) if any(parts) else ""  # no client's salt equals the salt of another adapter
+        return json.dumps(parts) if any(parts) else ""  # JSON keeps adapter and salt apart
 
 
 class Request(Summarized):
@@ -130,7 +130,7 @@ class Request(Summarized):
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        # Once the first decisions are kept, the arrays, by field of `Decisions`, have room for those of all tokens.
+        # {field of `Decisions`: array with room for the decisions of all tokens}; empty until decisions are kept.
         self._decisions: dict[str, np.ndarray] = {}
 
     @property
@@ -145,7 +145,10 @@ class Request(Summarized):
         return Summary(words, {"progress": self.progress})
 
     def child(self, *, seed: int, order: int) -> "Request":
-        """Returns a copy without a slot that continues from the current tokens with another seed; its id is `order`."""
+        """Returns a copy of the request without a slot.
+
+        The copy continues from the current tokens with another seed, and its id is `order`.
+        """
         child = copy.copy(self)
         child.id = order
         child.order = order
@@ -198,7 +201,7 @@ class Request(Summarized):
 
     @property
     def top_logprobs(self) -> TopLogprobs:
-        """The likeliest tokens in place of each of n generated tokens: TopLogprobs [n, params.top_logprobs]."""
+        """The likeliest tokens at the positions of the n generated tokens: TopLogprobs [n, params.top_logprobs]."""
         return self._top[self.prompt_length : self.num_tokens]
 
     @property
@@ -211,7 +214,7 @@ class Request(Summarized):
 
     @property
     def prompt_top_logprobs(self) -> TopLogprobs:
-        """The likeliest tokens in place of each token of `prompt_logprobs`: TopLogprobs [n, params.top_logprobs]."""
+        """The likeliest tokens at the positions of the n `prompt_logprobs`: TopLogprobs [n, params.top_logprobs]."""
         return self._top[self._scored_prompt]
 
     @property
@@ -274,7 +277,7 @@ class Request(Summarized):
         Args:
           start: position of the first of these tokens.
           logprobs: [n] log-probabilities of the tokens.
-          top: TopLogprobs of at least n rows, the likeliest tokens in place of each token; None = there are none.
+          top: TopLogprobs of at least n rows, the likeliest tokens at each position; None = there are none.
         """
         count = len(logprobs)
         places = slice(start, start + count)
@@ -292,7 +295,7 @@ class Request(Summarized):
           tokens: the accepted drafts and the token drawn after them.
           logprobs: log-probabilities of `tokens`.
           num_drafts: number of drafts that the step verified.
-          top: TopLogprobs, the likeliest tokens in place of each of `tokens`; None = there are none.
+          top: TopLogprobs, the likeliest tokens at the position of each of `tokens`; None = there are none.
 
         Returns:
           The number of appended tokens.

@@ -82,10 +82,10 @@ class StepRunner:
     ) -> tuple[LaunchedStep, KVCache]:
         """Prepares a batch and launches its step, without waiting for the device.
 
-        With `overlap` and without drafts on the device, the tokens of a step with grammars are not drawn yet, since
-        the token masks depend on the tokens of the step `after`, which the host has not read. Call `draw` for them
-        later. With drafts on the device the tokens are drawn at once, since the engine then launches a step with
-        grammars only after it has read the previous step.
+        A step with grammars needs token masks, which depend on the tokens of the step `after`. With `overlap`, the host
+        has not read these tokens yet, so the step's tokens are drawn later, by `draw`. With drafts on the device, the
+        tokens are drawn at once, because the engine launches a step with grammars only after it has read the previous
+        step.
 
         Args:
           cache: the cache; donated.
@@ -160,7 +160,7 @@ class StepRunner:
         return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)
 
     def _begin_slots(self, requests):
-        """Sets the logits processor's state in each slot that another request has been admitted to.
+        """Sets the logits processor's state in each slot to which a new request was admitted.
 
         The state is the request's initial state, updated by the tokens that the request has generated before.
         """
@@ -236,7 +236,7 @@ class StepRunner:
         return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
     def _parameters(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray, np.ndarray | None]:
-        """Returns the sampling parameters, the seeds and the numbers of the adapters, NumPy arrays [slots].
+        """Returns the sampling parameters, the seeds and the indices of the adapters, NumPy arrays [slots].
 
         Slots without a request are greedy. The third item is None if the model has no adapters.
         """
@@ -286,7 +286,7 @@ class StepRunner:
         return sizes, cache
 
     def _kinds_of_steps(self):
-        """Returns (count, has_grammars) for each program of steps, which is run with a request of `count` tokens."""
+        """Returns (count, has_grammars) for each program: a step with one request of `count` tokens runs in it."""
         schema = self._manager.schema
         # The first count is for the mixed program: it exceeds `max_query_tokens`, if the budget and the context allow
         # it. The second is for the decode program.

@@ -27,9 +27,9 @@ class Scheduler:
     takes more blocks as it grows. When a shard of the cache has no block left, a request of the shard is preempted: of
     those with the lowest priority, the one that was added last.
 
-    The bytes of a preempted request move to host memory and later come back unchanged, to any shard. Running its tokens
-    again instead would need no host memory. But the bits of a token that was decoded alone may differ if it runs again
-    in a chunk.
+    The bytes of a preempted request move to host memory and later come back unchanged, to any shard. The request's
+    tokens are not run again instead, because the bits of a token that was decoded alone may differ if it runs in a
+    chunk.
 
     Attributes:
       manager, prefix: as for `Engine`.
@@ -42,8 +42,8 @@ class Scheduler:
       waiting: requests without a slot, in the order in which they are served.
       pending_outputs: {request: number of tokens that it had when `Engine.step` last returned}, for requests that may
         have got tokens or failed since.
-      current: the requests that can be at fault if the current step fails. First the request that is being admitted,
-        then all running requests, then the requests that the step runs.
+      current: the requests that may be the cause if the current step fails: during admission the request being
+        admitted, during scheduling all running requests, and after that the requests that the step runs.
     """
 
     manager: KVCacheManager
@@ -76,9 +76,9 @@ class Scheduler:
         copies wait with their bytes in host memory, as after a preemption.
 
         If a step in flight runs the request's newest token, the copies run this token again, to draw with their own
-        seeds. If this step also runs drafts, the copies run all tokens again, since the drafts may have overwritten
-        rows that the newest token reads. They also do so if this step computes log-probabilities or decisions of
-        earlier tokens, which only the request itself will get.
+        seeds. If the engine uses drafts, the copies run all tokens again, since drafts in this step may have
+        overwritten rows that the newest token reads. They also run all tokens again if this step computes
+        log-probabilities or decisions of earlier tokens, which only the request itself will get.
 
         Args:
           request: an unfinished request, which goes on too.
@@ -168,7 +168,7 @@ class Scheduler:
     def admit(self) -> None:
         """Gives slots to waiting requests in order, up to the first request that does not fit.
 
-        The requests that still wait are added to the counter `metrics.waits`.
+        Adds the number of requests that still wait to `metrics.waits`.
         """
         while self.waiting and self.manager.free_slots:
             request = self.waiting[0]
@@ -289,7 +289,7 @@ class Scheduler:
         self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
 
     def _forget_rejected(self, schedule, follower):
-        """Rewinds requests by their rejected drafts. Returns the [n] numbers of tokens that the cache then holds."""
+        """Rewinds requests by their rejected drafts. Returns how many tokens of each the cache then holds, [n]."""
         lengths = schedule.ends
         drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
         followed = set()
@@ -308,7 +308,10 @@ class Scheduler:
         return lengths
 
     def _observe(self, schedule, lengths, snapshots):
-        """Passes the requests that have filled blocks to the prefix cache, with their snapshots and `lengths` [n]."""
+        """Passes requests that have filled a block to the prefix cache, with their snapshots.
+
+        `lengths` [n] is the number of each request's tokens in the cache.
+        """
         if self.prefix is None:
             return
         block_tokens = self.manager.schema.block_tokens
@@ -383,7 +386,7 @@ class Scheduler:
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
-        """Admits a request, restores what host memory or the prefix cache holds of it, and returns its slot."""
+        """Admits a request and returns its slot. Restores what host memory or the prefix cache holds of it."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run
@@ -534,7 +537,7 @@ def _keep_decisions(schedule, begins, decisions):
 
 
 def _is_lost(cache):
-    """Whether the cache cannot be used any more, because a failed step donated it or did not compute it."""
+    """Returns whether the cache cannot be used any more, because a failed step donated it or did not compute it."""
     try:
         jax.block_until_ready(cache)
     except Exception:

@@ -163,7 +163,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
 
 
 def _follow_parents(manager, cache, slots, parents):
-    """Gives each new unfinished answer the slot of its parent, the answer that it continues, or of a fork of this.
+    """Gives each new answer the slot of its parent, the answer that it continues, or of a fork of the parent.
 
     Parents that no answer continues are released first.
 

@@ -73,7 +73,7 @@ class Schedule:
         return Schedule(requests, tokens, self.numbers[mask])
 
     def __add__(self, other: "Schedule") -> "Schedule":
-        """Returns the schedule of this schedule's requests followed by the other's."""
+        """Returns a schedule of this schedule's requests, followed by those of `other`."""
         numbers = np.concatenate([self.numbers, other.numbers])
         return Schedule(self.requests + other.requests, [*self.tokens, *other.tokens], numbers)
 
@@ -153,9 +153,9 @@ class LaunchedStep:
           device_drafts: number of drafts that the step makes for each slot on the device.
 
         Returns:
-          (newest, counts), two arrays [num_slots]. `newest` is the index of the slot's newest token in `tokens`, in the
-          sense of `EarlierTokens.indices`; -1 if the slot gets no token. `counts` is the number of tokens that the
-          slot's request gets if all its drafts are accepted; 0 if it gets no token.
+          (newest, counts), two arrays [num_slots]. `newest` is the index of the slot's newest token in `tokens`, as in
+          `EarlierTokens.indices`; -1 if the slot gets no token. `counts` is the number of tokens that the slot's
+          request gets if all its drafts are accepted; 0 if it gets no token.
         """
         schedule = self.schedule
         newest = np.full((num_slots,), -1)

@@ -35,8 +35,8 @@ class _Tensor(ctypes.Structure):
 _CUDA = 2
 _CPU = 1
 _KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}
-# `_owned` maps the address of a `_Tensor` to (the tensor, the arrays that it points to, `free` of `array_over`), which
-# stay alive until JAX deletes the array.
+# `_owned` maps the address of a `_Tensor` to (the tensor, the arrays that it points to, `free` of `array_over`). These
+# objects stay alive until JAX deletes the array.
 _owned: dict[int, tuple[Any, ...]] = {}
 
 

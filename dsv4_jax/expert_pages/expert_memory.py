@@ -87,7 +87,7 @@ class ExpertMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that experts take. Only experts count for which memory is mapped already."""
+        """The bytes of host memory that experts take. Counts only experts whose memory is mapped already."""
         return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
 
     def plan(self, layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
@@ -132,7 +132,7 @@ class ExpertMemory:
         return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(host_bytes)})"
 
     def place_stack(self, layers: Sequence[str], shape: tuple[int, ...]) -> ExpertStack:
-        """Maps memory for the codes of one matrix of all experts of some layers, without setting its bytes.
+        """Maps memory for the codes of one of the experts' matrices in some layers, without setting its bytes.
 
         Call `plan` first.
 
@@ -164,7 +164,7 @@ class ExpertMemory:
 
     @functools.cached_property
     def tables(self) -> HostTables:
-        """The host memory of tables, such as the embedding, to leave more GPU memory to experts."""
+        """The allocator of tables in host memory, such as the embedding, so that experts get more GPU memory."""
         return HostTables(lambda _: self._opened_memory())
 
     def _is_on_host(self, layer):
@@ -172,7 +172,7 @@ class ExpertMemory:
         on_host = np.ones(self._experts, bool)
         frequencies = self.frequencies.get(layer, np.zeros(self._experts))
         # A prompt's tiles are computed in the order of experts. If the experts in host memory are spread over this
-        # order, the GPU computes with other experts while it reads these. The fractional parts of multiples of the
+        # order, the GPU reads them while it computes with other experts. The fractional parts of multiples of the
         # golden ratio are spread evenly for any number of experts.
         spread = np.arange(self._experts) * (5**0.5 - 1) / 2 % 1
         on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False

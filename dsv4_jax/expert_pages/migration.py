@@ -39,7 +39,7 @@ class ExpertMetrics:
       moved_bytes: number of bytes that were copied between the GPU and the host to move experts.
       swaps: number of pairs of experts that changed places.
       remap_seconds: seconds for which moves kept the GPU idle.
-      seconds: seconds of all steps. The time between two steps counts for at most one second.
+      seconds: seconds of all steps. The time between two steps counts as at most one second.
     """
 
     hits: int = 0
@@ -124,7 +124,7 @@ class ExpertMigration:
             close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
         self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
-        self._debt = 0.0  # seconds of an idle GPU that steps have not made up for, see `remap_share`
+        self._debt = 0.0  # seconds for which moves kept the GPU idle, minus `remap_share` of the time since
         self._last = time.perf_counter()
         self._saved = time.perf_counter()
         self._steps = 0
@@ -158,7 +158,7 @@ class ExpertMigration:
         self._before = np.asarray(_snapshot(counts)).view(np.uint32)
 
     def between_steps(self, counts: Int[Array, "2 L E"]) -> None:
-        """Remaps experts whose copies are done, or starts to read the counts, if it is time for either.
+        """Remaps experts whose copies are done. After that, or after `interval` steps, starts to read the counts.
 
         Call it after each step is launched, before the cache is donated to the next step.
 

@@ -42,7 +42,7 @@ class Mapping:
 
 @dataclasses.dataclass
 class ExpertPages:
-    """One layer of an `ExpertStack`: one matrix of all experts, each in memory of the GPU or of the host.
+    """One layer of an `ExpertStack`. Each expert's matrix lies in memory of the GPU or of the host.
 
     Attributes:
       memory: virtual memory of the GPU.

@@ -56,11 +56,11 @@ class BlockAllocator:
         return sum(map(len, self._free))
 
     def shard(self, block: int) -> int:
-        """The shard that a block belongs to."""
+        """Returns the shard of a block."""
         return block // (self.num_blocks // self.num_shards)
 
     def free_in(self, shard: int) -> int:
-        """The number of free blocks in a shard."""
+        """Returns the number of free blocks in a shard."""
         return len(self._free[shard])
 
     def acquire(self, n: int, shard: int = 0) -> list[int]:

@@ -174,7 +174,7 @@ class CacheDevices:
     def put_changed(self, tree: Any, axis: str | None = None) -> Any:
         """Copies arrays to the devices as `put` does, but skips arrays that have not changed since an earlier call.
 
-        An array is compared with the newest array that was put at the same place of a pytree of the same structure,
+        An array is compared with the array that was put most recently at the same place of an equal tree structure,
         with the same shape and the same `axis`. If the two are equal, the array that is already on the devices is
         returned.
 
@@ -195,7 +195,7 @@ class CacheDevices:
         return structure.unflatten([self._last_put[key][1] for key in arrays])
 
     def _is_there(self, key, array):
-        """Whether the array that `_last_put` holds for this key equals `array` and still exists on the devices."""
+        """Returns whether the array of this key in `_last_put` equals `array` and still exists on the devices."""
         if key not in self._last_put:
             return False
         last, on_device = self._last_put[key]

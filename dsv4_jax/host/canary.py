@@ -78,8 +78,8 @@ def _check(reader, what, since, before, now):
 def _layer_sums(schema, parts):
     """Returns a CRC-32 checksum for each layer of the model.
 
-    `parts` are pairs (layers, tree): the indices of n layers of the model, and a pytree of arrays [n, ...] with a row
-    for each of these layers.
+    `parts` are pairs (layers, tree). `layers` holds the indices of n layers of the model, and `tree` is a pytree of
+    arrays [n, ...] with a row for each of these layers.
     """
     sums = [0] * len(schema.layers)
     for layers, tree in parts:

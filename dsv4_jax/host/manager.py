@@ -35,8 +35,8 @@ class KVCacheManager(Summarized):
     manager knows every length without asking the device. It does not keep the cache itself: the caller passes this
     pytree from step to step.
 
-    Every method either completes or raises and changes nothing. Methods that take a slot raise ValueError if no request
-    is admitted to it, and TypeError if it is not an integer. The manager is not thread-safe.
+    A method that raises has changed nothing. Methods that take a slot raise ValueError if no request is admitted to it,
+    and TypeError if it is not an integer. The manager is not thread-safe.
 
     Attributes:
       schema: geometry of the cache.
@@ -129,7 +129,7 @@ class KVCacheManager(Summarized):
         return Summary(words, self.use())
 
     def use(self) -> dict[str, Share]:
-        """Returns {name: share in use} for a repr: of the slots, the blocks, and each request's room."""
+        """Returns {name: share in use} of the slots, of the blocks, and of each request's room, for a repr."""
         schema = self.schema
         shares = {
             "slots": Share(len(self.slots), schema.max_requests),
@@ -170,7 +170,8 @@ class KVCacheManager(Summarized):
     def admission_times(self) -> np.ndarray:
         """The time at which the request in each slot was admitted, [max_requests] int64; 0 in free slots.
 
-        Times tell apart successive requests in one slot. The request table's clock counts events, from 1 on.
+        The times tell successive requests in a slot apart. They come from the request table's clock, which counts
+        events from 1 on.
         """
         return self.requests.states.numbers["admitted"].copy()
 
@@ -334,7 +335,7 @@ class KVCacheManager(Summarized):
         return self.shards.blocks * self.schema.block_tokens
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether any shard has a free slot, and enough free or evictable blocks for a new request of this length."""
+        """Returns whether a shard has a free slot and enough free or evictable blocks for a request of this length."""
         return self.count_fitting([num_tokens]) == 1
 
     def free_slots_beside(self, slot: int) -> int:
@@ -584,8 +585,8 @@ class KVCacheManager(Summarized):
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
         """Makes `n` copies of a request, each with a slot of its own. The request itself goes on too.
 
-        Full blocks are shared. Each copy writes its first token to the last block, unless that is full, to the rings
-        and to the compressor states. So these are copied at once.
+        Full blocks are shared. The rings, the compressor states, and the last block if it is not full are copied,
+        because each copy writes its next token to them.
 
         Args:
           cache: the cache; donated.

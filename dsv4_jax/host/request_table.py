@@ -155,9 +155,9 @@ NOTHING = FoundPrefix()
 class RequestTable:
     """The state of every admitted request, and the allocator of their blocks.
 
-    An operation either completes or raises and changes nothing. It prepares the new states, does everything that can
-    fail, and then writes all states in one assignment (`commit`). The allocator's reference counts follow from the
-    states and can be rebuilt from them at any time (`recount`). A request's slot and blocks are in the same shard.
+    An operation that raises has changed nothing: it prepares the new states, does everything that can fail, and then
+    writes all states in one assignment (`commit`). The allocator's reference counts follow from the states and can be
+    rebuilt from them at any time (`recount`). A request's slot and blocks are in the same shard.
 
     Attributes:
       schema: geometry of the cache.
@@ -273,9 +273,9 @@ class RequestTable:
     def find_slot(self, num_tokens: int, prefixes: Sequence[FoundPrefix] = ()) -> int:
         """Returns the slot for a new request: the lowest free slot in the best shard.
 
-        Shards are compared by these criteria in turn, each of which decides only between shards that are equal so far:
-        a free slot, enough blocks for the request, the longest cached prefix of the prompt, the most free slots, and
-        the most free or evictable blocks.
+        Shards are compared by these criteria, where each decides only between shards that are equal by the preceding
+        ones: a free slot, enough blocks for the request, the longest cached prefix of the prompt, the most free slots,
+        and the most free or evictable blocks.
 
         Args:
           num_tokens: number of tokens that the request will hold in the end.
@@ -295,7 +295,7 @@ class RequestTable:
         return slot
 
     def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix) -> bool:
-        """Whether a shard has a slot and enough blocks for a new request.
+        """Returns whether a shard has a slot and enough blocks for a new request.
 
         Args:
           shard: index of the shard.
@@ -333,5 +333,5 @@ class RequestTable:
         return np.maximum(0, -(-lengths // self.schema.block_tokens) - now["num_blocks"])
 
     def is_shared(self, blocks: Iterable[int]) -> bool:
-        """Whether any of these blocks, which a request owns, has another owner too."""
+        """Returns whether any of these blocks, which a request owns, has another owner too."""
         return any(self.allocator.references(block) > 1 for block in blocks)

@@ -34,7 +34,7 @@ _KEEP_ALIVE_SECONDS = 10.0  # a stream sends something at least this often, beca
 
 
 class EventStream(StreamingResponse):
-    """A response that sends an answer as server-sent events. If the client disconnects, it cancels the requests."""
+    """A response that sends an answer as server-sent events. It cancels the answer if the client disconnects."""
 
     def __init__(self, answer: "Answer"):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -177,7 +177,8 @@ class Answer:
     async def _updates(self) -> AsyncIterator[Choice | None]:
         """Yields each choice that has taken an update, until all choices are complete.
 
-        Yields None if no update came for `_KEEP_ALIVE_SECONDS`. Raises APIError if a request fails or the time is over.
+        Yields None if no update came for `_KEEP_ALIVE_SECONDS`. Raises APIError if a request fails or at the time
+        limit.
         """
         if self._generation is None:
             for choice in self.choices:

@@ -30,7 +30,7 @@ _BODY_SECONDS = 30.0  # time limit for receiving a body
 
 
 def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions) -> Starlette:
-    """Makes the ASGI application. Its startup starts the engine's thread, and its shutdown stops it.
+    """Makes the ASGI application, which runs the engine's thread from its startup to its shutdown.
 
     Args:
       engine: an engine that no other application uses.

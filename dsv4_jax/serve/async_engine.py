@@ -87,7 +87,7 @@ class Generation:
         return update
 
     def _put(self, update: Update) -> None:
-        """Queues an update. Unless it is a failure, it replaces an update of the same request that still waits."""
+        """Queues an update. Unless the update is a failure, it replaces a queued update of the same request."""
         self._has_news.set()
         for i, earlier in enumerate(self._updates):
             if earlier.index == update.index and update.finish_reason not in ("cancelled", "error"):
@@ -105,7 +105,7 @@ class AsyncEngine:
     """Runs the steps of an engine in a thread of its own. Only this thread uses the engine and the device.
 
     Methods are called in the event loop's thread, and do not wait for the device. If a step raises an exception, the
-    requests of this step end with it as their error, and other requests continue.
+    requests of this step end with this error, and other requests continue.
 
     Attributes:
       engine: the engine; after `start` only its thread may call it.
@@ -126,7 +126,8 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running: dict[Request, _Key] = {}
-        # `_followers` maps the first sample of a prompt to the other samples, which wait until it has read the prompt.
+        # `_followers` maps a prompt's first sample to the other samples, which wait until the first has read the
+        # prompt.
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
@@ -292,7 +293,7 @@ class AsyncEngine:
             self._timer = self._loop.call_at(self._next_handover, self._hand_over)
 
     def _hand_over(self):
-        """Hands the updates of the requests that have waited longest over to their Generations."""
+        """Hands updates over to their Generations: those of the requests that have waited longest."""
         keys = list(itertools.islice(self._delivered, _EVENTS_AT_ONCE))
         for key in keys:
             generation, _ = key

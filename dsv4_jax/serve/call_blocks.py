@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 
 CALL_TOKEN = "｜DSML｜"
-_MAX_HEAD = 64  # the maximum number of tokens of a head, white space between the two tags included
+_MAX_HEAD = 64  # maximum number of tokens of a head (`CallTags.heads`), including white space between its two tags
 
 
 class CallTags(NamedTuple):
@@ -24,12 +24,12 @@ class CallTags(NamedTuple):
 
     @property
     def start(self) -> str:
-        """The text of the tag that begins a block, after its first character `<`."""
+        """The tag that begins a block, without the first character `<`."""
         return f"{CALL_TOKEN}{self.gap}{self.block}>"
 
     @property
     def heads(self) -> tuple[str, str]:
-        """The texts that a block with a call has after its first character `<`. The block's own tag may be missing."""
+        """The two texts with which a block can go on after its first `<`: with the block's own tag, or without it."""
         invoke = f'{CALL_TOKEN}{self.gap}invoke name="'
         return f"{self.start}<{invoke}", invoke
 
@@ -39,10 +39,10 @@ V41_TAGS = CallTags(gap=" ", block="calls")
 
 
 class CallBlocks:
-    """Passes the tokens of an answer to deepseek-recipe's parser, with `CALL_TOKEN` only where a call begins.
+    """Turns an answer's tokens into chunks for deepseek-recipe's parser, with `CALL_TOKEN` only where a call begins.
 
-    At `CALL_TOKEN` the parser drops all text until a call follows. So elsewhere this token is passed as text. It is
-    held back with the tokens after it, until these show whether a call begins.
+    At `CALL_TOKEN`, the parser drops all text until a call follows. If no call begins there, `CALL_TOKEN` is therefore
+    passed as text. It is held back with the following tokens until they show whether a call begins.
     """
 
     stopped = False  # as in `AnswerText`; this class does not look for stop strings
@@ -89,7 +89,7 @@ class CallBlocks:
         return chunks
 
     def _release(self) -> list[recipe.InferenceChunk]:
-        """Returns the first held token as text, and adds the other tokens again, since a block may begin among them."""
+        """Returns the first held token as text. Adds the other held tokens again, because a block may begin there."""
         _, *tokens = self._held
         self._held = []
         self._previous = []

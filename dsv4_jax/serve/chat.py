@@ -26,9 +26,9 @@ _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no text contains this name
-# `_APRIL_EFFORTS` maps the reasoning effort of a request to the name under which the encoding has April's prompt for
-# it. The encoding uses the names of release 0731. April's release has the first two of 0731's three prompts, under
-# other names.
+# `_APRIL_EFFORTS` maps a reasoning effort of April's release to the effort of release 0731 that has the same prompt.
+# The encoding has the prompts of 0731 only. April's release has the first two of these three prompts, under other
+# names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
@@ -149,7 +149,7 @@ class Chat:
             message = json.loads(error.body)["error"]["message"]
             fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
             raise APIError(error.status_code, message, param=next(fields, None)) from None
-        except (ValueError, OverflowError, RecursionError) as error:  # of huge numbers and deep nesting, too
+        except (ValueError, OverflowError, RecursionError) as error:  # also raised for huge numbers and deep nesting
             field = _find_field(kind, body, str(error))
             message = str(error).replace("invalid request body", field or "invalid request body")
             raise APIError(400, message, param=field and field.partition("[")[0]) from None
@@ -181,14 +181,14 @@ class Chat:
 
         Args:
           conversation: the conversation.
-          effort: reasoning effort from 1 to 100, which replaces the conversation's, if `takes_numbers`. None = keep the
-            conversation's.
+          effort: reasoning effort from 1 to 100, in place of the conversation's; for encodings that set
+            `takes_numbers`. None = the conversation's effort.
         """
         paragraphs = [f"{message.role.capitalize()}: {message.content}\n\n" for message in conversation.messages]
         return encode(self._tokenizer, "".join([*paragraphs, "Assistant:"]))
 
     def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
-        """Stores a complete answer, so that a later prompt that includes it has the same tokens; here it does nothing.
+        """Stores a complete answer, so that later prompts can repeat its tokens. The base class stores nothing.
 
         Args:
           prompt: token ids of the prompt.
@@ -217,7 +217,7 @@ class ReleaseChat(Chat):
     """The encoding of DeepSeek-V4's releases, with thinking, reasoning effort, tools and reminders.
 
     Names of special tokens within a client's text are encoded as text. If a client sends back an answer with tool
-    calls, it is encoded as the tokens that the model wrote.
+    calls, the answer is encoded as the tokens that the model wrote.
     """
 
     stops = ()
@@ -237,7 +237,7 @@ class ReleaseChat(Chat):
         pass
 
     def _encode(self, conversation: recipe.Conversation, effort: int | None) -> list[int]:
-        """Returns the prompt as token ids, in which past answers are as deepseek-recipe writes them."""
+        """Returns the prompt as token ids, with past answers as deepseek-recipe encodes them."""
         name = conversation.reasoning_effort
         if self._is_april:
             name = _APRIL_EFFORTS.get(name, name)
@@ -307,7 +307,7 @@ class V41Chat(ReleaseChat):
 
 
 def make_chat(tokenizer: Tokenizer, models: Sequence[str], release: Release) -> Chat:
-    """Makes the encoding of conversations: the release's if the tokenizer has all its special tokens, else a Chat.
+    """Makes the encoding of conversations: the release's, or a plain `Chat` if the tokenizer lacks a special token.
 
     Args:
       tokenizer: the tokenizer.
@@ -326,8 +326,8 @@ def make_chat(tokenizer: Tokenizer, models: Sequence[str], release: Release) -> 
 def find_release(folder: Path, config: DSV4Config) -> Release:
     """Returns the release in whose encoding of conversations a checkpoint was trained.
 
-    The config.json in `folder` decides: V4.1 has a `model_type` of its own, from which `config.kv_format` follows, and
-    V4's releases since 0731 have DSpark draft layers. Without the file, V4's is "0731".
+    V4.1 is recognized by `config.kv_format`. V4's releases since 0731 are recognized by the fields of DSpark's draft
+    layers in the config.json in `folder`. Without the file, a model of V4 counts as "0731".
 
     Args:
       folder: folder of the checkpoint.
@@ -373,10 +373,10 @@ def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> 
 
 
 def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
-    """Yields messages that stand for the given ones and keep their places when they are encoded.
+    """Yields the messages in a form in which the encoding keeps their order.
 
-    The encoding would move system messages to the front. So a system message after the first message of another role
-    becomes a reminder in a user message, in the form that deepseek-recipe has for Anthropic's Messages.
+    The encoding would move system messages to the front. A system message that follows a message of another role
+    therefore becomes a reminder in a user message, in the form that deepseek-recipe has for Anthropic's Messages.
     """
     is_opening = True
     for message in messages:
@@ -404,7 +404,7 @@ def _changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Conver
 
 
 def _without_reasoning(message: recipe.Message) -> tuple[str, list[tuple[str, str, Any]]]:
-    """Returns (text, [(id, name, arguments) of each tool call]). Arguments are parsed: clients write JSON anew."""
+    """Returns (text, [(id, name, arguments) of each tool call]). Arguments are parsed, since clients reformat JSON."""
     calls = message.tool_calls or []
     return message.content, [(call.id, call.name, _parsed(call.arguments)) for call in calls]
 

@@ -174,9 +174,9 @@ class ParsedAnswer(Answer):
         )
 
     def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
-        """Stores a complete answer, so that the prompt of a later request that sends it back has the same tokens.
+        """Stores a complete answer, so that a later prompt that contains the answer has the same tokens.
 
-        The answer is stored in the form to which the conversation of that request is converted.
+        A client sends an answer back as JSON, which is converted to a message. The answer is stored as this message.
 
         Args:
           response: the answer, as JSON of the protocol.

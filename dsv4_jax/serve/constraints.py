@@ -25,8 +25,8 @@ _WITH_PARTS += ("additionalItems", "contains", "propertyNames", "not", "if", "th
 _WITH_PARTS += ("unevaluatedItems", "unevaluatedProperties")
 
 # An `_Enforce` is a function that replaces a schema by one that a grammar can enforce. Its arguments are the schema,
-# the whole schema of which this is a part, and the name of the tool: None if the tool is not strict, "" for the schema
-# of the answer.
+# the whole schema that contains it, and the name of a strict tool. The name is None for other tools, and "" for the
+# schema of the answer.
 _Enforce = Callable[[Schema, Schema, str | None], Schema]
 
 
@@ -138,12 +138,12 @@ def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def _moved(schema: Schema) -> Schema:
-    """Rewrites a schema's references, so that they are valid in a schema that has this one as its definition `_`."""
+    """Rewrites a schema's references, so that they stay valid if it becomes the definition `_` of another schema."""
     return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
 
 
 def _alone(part: Schema, moved: Schema) -> Schema:
-    """Returns a part of a schema. If it has references, adds the schema `moved` that they refer to, see `_moved`."""
+    """Returns a part of a schema. If the part has references, adds `moved`, which they refer to, as a definition."""
     has_references = isinstance(part, dict) and '"$ref"' in json.dumps(part)
     return part | {"$defs": {"_": moved}} if has_references else part
 

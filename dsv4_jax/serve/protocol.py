@@ -330,7 +330,8 @@ class _OneAnswerBody(_ChatBody):
 
     n: int = Field(1, ge=1, le=1)
     stop: _List[str] = Field([], max_length=0)
-    # deepseek-recipe converts these types of items and parts, and of tools. It would drop other types silently.
+    # The types of items and parts, and the types of tools, that deepseek-recipe converts. It would drop other types
+    # silently.
     _types: ClassVar[tuple[str, ...]]
     _tool_types: ClassVar[tuple[str, ...]]
 
@@ -363,7 +364,7 @@ class TextOptions(_Body):
 class ReasoningOptions(_Body):
     """Options of reasoning in Responses.
 
-    `summary` has no effect except that the response repeats it, because an answer always has its whole reasoning.
+    The response repeats `summary`. It has no other effect, because an answer always has its whole reasoning.
     """
 
     effort: _Effort | None = None

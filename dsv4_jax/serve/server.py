@@ -17,7 +17,7 @@ from dsv4_jax.serve.errors import APIError, unavailable
 from dsv4_jax.serve.service import Service
 
 
-_HEAD_SECONDS = 30.0  # time limit for receiving the head of a request; later, silent connections are closed
+_HEAD_SECONDS = 30.0  # time in which the head of a request must arrive; a connection that is silent longer is closed
 # Connections leave this number of file descriptors free, for files and for connections that are being refused.
 _SPARE_DESCRIPTORS = 64
 

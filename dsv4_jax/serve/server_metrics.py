@@ -59,8 +59,8 @@ class ServerMetrics:
     Attributes:
       responses: counter of responses by path and status.
       first_token_seconds: histogram of the seconds from a request's arrival to its first token.
-      token_seconds: histogram of the seconds per token after the first: the time between two updates of a request,
-        divided by the number of tokens in the later update.
+      token_seconds: histogram of the seconds per token after the first token. The time between two updates of a request
+        is divided by the number of tokens in the later update.
     """
 
     def __init__(self, engine: AsyncEngine):

@@ -25,8 +25,8 @@ class ServerOptions:
         and no API key, a web page could reach the server from a visitor's browser by DNS rebinding.
       request_seconds: time limit of a request in seconds, including the time that it waits.
       adapters: names of the model's adapters (see `nn.lora`), each of which is a model in the API, too.
-      release: release in whose encoding of conversations the model was trained: "april" or "0731" of DeepSeek-V4, which
-        have other prompts for reasoning effort, or "v41". "0731" stands for V4's later releases, too.
+      release: release in whose encoding of conversations the model was trained: "april", "0731" or "v41". The first two
+        are DeepSeek-V4's, with different prompts for reasoning effort. "0731" includes later releases of V4.
 
     Raises:
       ValueError: two models have the same name.
@@ -61,7 +61,7 @@ class Service:
       max_body_bytes: maximum size of a request's body in bytes.
       created: time when the server was made, in seconds since 1970.
       stopping: whether the server is shutting down and refuses new requests.
-      compile: function like `Vocabulary.compile`, which reuses the 64 most recently used grammars.
+      compile: function that works as `Vocabulary.compile`, and keeps the 64 most recently used grammars.
     """
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):

@@ -60,14 +60,14 @@ class PrefixMetrics:
 class PrefixCache(Summarized):
     """Shares blocks between requests whose prompts begin with the same tokens (prefix caching).
 
-    A full block is found by a hash over its tokens and the preceding block's hash. To continue after a cached block, a
-    request also needs the rows that a slot holds at the block's end, a boundary: the newest window, and the
-    previous-window rows of CSA's compressors. A copy of these rows is a snapshot, which is kept in arrays on the device
-    beside the cache. After a hit the cache holds the same bytes as if the request had run all its tokens.
+    A full block is found by a hash over its tokens and the preceding block's hash. The end of a block is a boundary. To
+    continue there, a request also needs the rows that a slot holds at the boundary: the newest window, and the rows of
+    CSA's compressors for the previous compression window. A copy of these rows is a snapshot, which is kept in arrays
+    on the device beside the cache. After a hit the cache holds the same bytes as if the request had run all its tokens.
 
     * Snapshots: `every` chooses the boundaries that get a snapshot. If all snapshots would exceed `max_bytes`, the
-      least recently used one is dropped. A step leaves only the rows of its newest tokens, so there is at most one
-      snapshot for each chunk of a prompt, and later prompts hit at the ends of chunks. `chunk_end` chooses these ends.
+      least recently used one is dropped. A step leaves only the rows of its newest tokens, so a prompt gets snapshots
+      only at the ends of its chunks, and later prompts hit there. `chunk_end` chooses the ends of chunks.
     * Eviction: blocks that only the prefix cache holds are evicted when a request needs blocks.
     * Weights: prefixes belong to the weights that computed them. Call `reset` when the model gets other weights.
       Requests that were admitted before the call, and their copies, are not cached, since their rows come from the
@@ -160,7 +160,7 @@ class PrefixCache(Summarized):
         return Summary((f"{metrics.blocks} blocks", snapshots), {"hit rate": f"{metrics.hit_rate:.0%}"})
 
     def serves(self, manager: KVCacheManager) -> bool:
-        """Whether this is the prefix cache of a manager, and no later prefix cache has taken its place."""
+        """Returns whether this is the manager's prefix cache, not replaced by a later one."""
         return manager.requests.evictor is self
 
     @property
@@ -346,7 +346,7 @@ class PrefixCache(Summarized):
         return new
 
     def fits(self, prompt_ids: TokenIds, num_tokens: int, *, salt: str = "") -> bool:
-        """Whether `admit` would find a slot and enough free or evictable blocks for a request.
+        """Returns whether `admit` would find a slot and enough free or evictable blocks for a request.
 
         Cached blocks of the prompt need no room. The call does not mark these blocks as used.
 
@@ -395,7 +395,7 @@ class PrefixCache(Summarized):
 
         Args:
           key: name of the new weights. With `files` a name is required, because prefixes that earlier processes
-            computed with these weights are found by their name. None = a name that no other weights had.
+            computed with these weights are found by this name. None = a name that no other weights had.
 
         Raises:
           ValueError: `key` is the name of the weights so far, it is None although there are files, or another prefix
@@ -471,7 +471,7 @@ class PrefixCache(Summarized):
     def clear(self) -> None:
         """Forgets all blocks and snapshots. Requests keep the blocks that they hold.
 
-        With `files`, the other blocks and all snapshots are queued to be written.
+        With `files`, blocks that no request holds and all snapshots are queued to be written.
         """
         self.evict(self.evictable)
         with self._table.transaction():

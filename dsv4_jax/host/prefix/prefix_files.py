@@ -116,7 +116,7 @@ class FileLayout:
         return contents
 
     def is_valid(self, digest: bytes, content: np.ndarray) -> bool:
-        """Whether `content`, [nbytes] uint8, is an undamaged result of `pack` for this digest."""
+        """Returns whether `content`, [nbytes] uint8, is an undamaged result of `pack` for this digest."""
         data = memoryview(content)
         return data[: len(self.header)] == self.header and data[-_SUM_BYTES:] == _checksum(digest, data[:-_SUM_BYTES])
 
@@ -136,13 +136,14 @@ class PrefixFiles(Summarized):
 
     The folder has mode 0700 and the files have mode 0600, since the files reveal what users wrote.
 
-    One thread writes the files. Arrays wait for this thread in a queue. Arrays with which the queue would exceed
-    `max_pending_bytes` are dropped and counted, so that no step waits for the disk. A file that cannot be read or
-    written raises no exception: the fault is logged and counted, and the block or snapshot counts as not cached.
+    One thread writes the files. Arrays wait for this thread in a queue. If a queue that is not empty would exceed
+    `max_pending_bytes`, the new arrays are dropped and counted, so that no step waits for the disk. A file that cannot
+    be read or written raises no exception: the fault is logged and counted, and the block or snapshot counts as not
+    cached.
 
-    If the files would exceed `max_bytes`, the least recently used files are deleted. A process learns of the files of
-    other processes by listing the folder, again after each 1/16 of `max_bytes` that it has written. So each process
-    can exceed the limit by this size.
+    If the files would exceed `max_bytes`, the least recently used files are deleted. A process finds the files of other
+    processes by listing the folder, which it does again after writing 1/16 of `max_bytes`. So each process can exceed
+    the limit by this size.
 
     Attributes:
       directory: the folder.
@@ -186,7 +187,7 @@ class PrefixFiles(Summarized):
         return Summary(words, {"folder": str(self.directory), "at most": readable_bytes(self.max_bytes)})
 
     def exists(self, layout: FileLayout, digest: bytes) -> bool:
-        """Whether a file of this layout exists for a digest."""
+        """Returns whether a file of this layout exists for a digest."""
         return os.path.exists(self._path(layout, digest))
 
     def save(
@@ -538,7 +539,7 @@ class StoredPrefixes:
         self._read(lambda: cache, np.array([-1], np.int32))
 
     def _chunks(self, blocks):
-        """Splits block ids as `CacheDevices.block_chunks` does, but few blocks into chunks of one block."""
+        """Splits block ids as `CacheDevices.block_chunks` does. Up to `_FEW_BLOCKS` ids become chunks of one block."""
         if len(blocks) > _FEW_BLOCKS:
             return self._devices.block_chunks(blocks)
         return ((i, np.array([block], np.int32)) for i, block in enumerate(blocks))

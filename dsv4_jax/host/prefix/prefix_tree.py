@@ -49,9 +49,9 @@ class PrefixTree:
     A block's digest depends on the digests of all preceding blocks, so a node needs no links to parent and children.
 
     A request releases its last block first, so as a rule a block is evicted earlier than its parent, the preceding
-    block. The parent can be evicted first only if several requests computed the same tokens at the same time. The
-    child cannot be found then until the parent is cached again. If that does not happen, the child is evicted later, in
-    its turn.
+    block. The parent can be evicted first only if several requests computed the same tokens at the same time. In this
+    case the child cannot be found until the parent is cached again. If that never happens, the child is evicted in its
+    turn.
 
     Attributes:
       nodes: {(shard, digest): node}. All other state follows from the live nodes and the allocator.
@@ -95,7 +95,7 @@ class PrefixTree:
         self._allocator.release([node.block for node in nodes])
 
     def touch(self, path: Sequence[CachedBlock]) -> None:
-        """Marks the consecutive nodes of a prefix as used, in reverse order, so that the first node is the newest."""
+        """Marks the nodes of a prefix as used, in reverse order, so that the first node is the most recently used."""
         for node in reversed(path):
             self._use(node)
             if not node.in_use:
@@ -113,7 +113,7 @@ class PrefixTree:
         self._listen([node.block for node in by_length])
 
     def _listen(self, blocks: Sequence[int]):
-        """Moves the nodes of blocks with changed reference counts to or from `idle`, in reverse order of `blocks`."""
+        """Updates `idle` after reference counts of `blocks` have changed. Goes through the blocks in reverse order."""
         for block in reversed(blocks):
             node = self._by_block.get(block)
             if node is None or node.in_use == (in_use := self._allocator.references(block) > 1):
@@ -130,5 +130,5 @@ class PrefixTree:
         node.last_used = self._clock
 
     def _idle_queue(self, node):
-        """Returns the idle nodes of a node's shard."""
+        """Returns the queue in `idle` of a node's shard."""
         return self.idle[self._allocator.shard(node.block)]
