@@ -1,9 +1,10 @@
 """Pallas Mosaic GPU kernels as functions of arrays. The package imports jax and numpy only.
 
-If a shape, a dtype or a layout is not supported, a function raises NotImplementedError before any launch.
+A function raises NotImplementedError before any launch if it does not support a shape, a dtype or a layout.
 
-Each op of `dsv4_jax/ops` that has a kernel has a module or a package of the same name here. These modules import from
-the four library packages `runtime`, `mgpu`, `formats` and `matmul`, never from each other.
+The kernels for a module of `dsv4_jax/ops` are in the module or package with the same name here; only those for
+`ops/add_adapters.py` are in `linear`. A module with kernels imports from the four library packages `runtime`, `mgpu`,
+`formats` and `matmul`, but not from other modules with kernels.
 
 Examples:
   A kernel runs on a GPU, or interpreted on the CPU:

@@ -53,7 +53,7 @@ class Config:
 
         Args:
           tokens: number of tokens.
-          heads: number of a token's rows of 512 channels, `QueryRows.rows`: with a norm, the token's number of heads.
+          heads: number of rows of 512 channels in a token's queries (`QueryRows.rows`). With a norm, a row is a head.
         """
         rows_at_once = 4 if tokens * heads >= MULTIPROCESSORS * WARPS * 4 else 1
         steps = -(-heads // (WARPS * rows_at_once))
@@ -197,7 +197,7 @@ class QueryRows:
 
     @property
     def groups(self) -> int:
-        """The number of a head's groups that are computed: a power of two, so that a row consists of whole heads."""
+        """The number of groups computed of each head. It is a power of two, so that rows consist of whole heads."""
         return GROUPS if self.pairs is None else 1 << (-(-2 * self.pairs // GROUP) - 1).bit_length()
 
     @property
@@ -206,17 +206,17 @@ class QueryRows:
         return -(-self.heads * self.groups // GROUPS)
 
     def first_channel(self, shape) -> jax.Array:
-        """Returns the index, in its head, of the first channel of each group of a row: int32 of this shape.
+        """Returns int32 of this shape: the index of each group's first channel among the channels of its head.
 
-        Axis 1 of the shape is the groups.
+        Axis 1 of the shape is the groups of a row.
         """
         group = kv_rows.iota(shape, 1)
         return (GROUPS - self.groups + (group & (self.groups - 1))) * GROUP
 
     def places(self, token, row: jax.Array) -> jax.Array:
-        """Returns where a token's rows `row` [4] lie in the array of queries in global memory.
+        """Returns the places of a token's rows, with indices `row` [4], in the array of queries in global memory.
 
-        With a norm, the result is int32 indices of rows [4], otherwise of the rows' groups [4, 8]; -1 = none.
+        With a norm, these are int32 indices of rows [4]. Without, they are indices of groups [4, 8]. -1 = none.
         """
         if self.pairs is None:
             return jnp.where(row < self.heads, token * self.heads + row, -1)

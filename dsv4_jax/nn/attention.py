@@ -25,9 +25,9 @@ class StepCarry:
     """Values that layers pass on to later layers of a step, besides the residual streams and the cache.
 
     Attributes:
-      selection: {index of a layer with an indexer: [T, index_topk] int32 entries that it selected, -1 at the end}.
-      candidates: {index of a layer: [T, B] int32 blocks of entries to which it restricts the selections of later
-        layers, -1 at the end}, see `LayerSpec.candidates`.
+      selection: {index of a layer with an indexer: [T, index_topk] int32 entries that the layer selected, then -1}.
+      candidates: {index of a layer: [T, B] int32 blocks of entries to which the layer restricts the selections of later
+        layers, then -1}, see `LayerSpec.candidates`.
       engram_rows: {index of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
       taps: [n, T, hidden] inputs of DSpark's draft layers: the means over the residual streams that leave each of the n
         target layers; zeros for a target layer that has not run yet. None if there are no target layers.
@@ -41,7 +41,7 @@ class StepCarry:
     recorded: dict[str, Shaped[Array, "..."]] = dataclasses.field(default_factory=dict)
 
     def with_tap(self, row: Int[Array, ""] | int, streams: Float[Array, "T h D"]) -> "StepCarry":
-        """Returns the carry with the mean over streams [T, h, hidden] in a row of the taps, if there is such a row."""
+        """Returns the carry in which row `row` of the taps, if it exists, is the mean over streams [T, h, hidden]."""
         mean = round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
         taps = None if self.taps is None else self.taps.at[row].set(mean, mode="drop")
         return dataclasses.replace(self, taps=taps)
@@ -54,7 +54,7 @@ class StepCarry:
         Args:
           layer: index of the layer.
           indices: [T, index_topk] int32 entries that the layer selected.
-          candidates: [T, B] int32 candidate blocks of the layer; None if it makes none.
+          candidates: [T, B] int32 candidate blocks of the layer; None if the layer makes no candidate blocks.
         """
         made = {} if candidates is None else {layer: candidates}
         selection = self.selection | {layer: indices}
@@ -75,7 +75,7 @@ class Attention(nnx.Module):
 
         If an entry is a single token, there are no gates, and the `kv` maps of compressors have the input's dtype.
       latent_projections: FusedLinear of the normed query latent: "q_b_proj" to heads * head_dim, and in layers with an
-        indexer "indexer_q_b_proj" to its queries.
+        indexer "indexer_q_b_proj" to the indexer's queries.
       q_a_norm, kv_norm: RMSNorm of the query latent, and of the key-value head.
       o_a_proj, o_b_proj: Linear maps of the output: a low-rank map for each group of heads, then a map of all groups'
         results to hidden.
@@ -157,8 +157,8 @@ class Attention(nnx.Module):
             candidates = None if spec.candidates is None else carry.candidates.get(spec.candidates)
             selection, made = self.indexer(*queries, handle, candidates)
             if forced_selection is not None:
-                # A token that sees an entry selects at least one. A forced row without entries is therefore either not
-                # recorded, or belongs to a token that sees no entry.
+                # A token that sees entries selects at least one. So if a forced row has no entry, it was not recorded,
+                # or its token sees no entry. The indexer's selection is right in both cases.
                 forced = forced_selection[:, : selection.shape[1]]
                 selection = jnp.where(forced[:, :1] >= 0, forced, selection)
             carry = carry.with_selection(self.layer, selection, made)

@@ -77,8 +77,8 @@ class DecoderLayer(nnx.Module):
           cache, batch: cache and inputs of the step.
           carry: values of earlier layers.
           number: [] int32 index of the layer in a loop over equal layers; None = `layer`.
-          tap_row: [] int32 row of the carry's taps that gets the streams leaving the previous layer. A row past the end
-            means that these streams are not a tap. None = no layer of the loop has a tap.
+          tap_row: [] int32 row of the carry's taps in which the streams that leave the previous layer are stored. The
+            row is past the end if these streams are not a tap. None = no layer of the loop has a tap.
           record: names of the values to return in the carry's `recorded`: those of `RECORDED`, and "candidates" as in
             `StepCarry`.
 

@@ -19,7 +19,7 @@ from dsv4_jax.quant import round_to
 
 
 class MarkovHead(nnx.Module):
-    """A bias on a draft's logits, which depends on the previous token. It is a row of a low-rank matrix [vocab, vocab].
+    """A bias that is added to a draft's logits: the previous token's row of a low-rank matrix [vocab, vocab].
 
     Attributes:
       markov_w1: Embedding of the previous token, vocab to `markov_rank`.

@@ -32,7 +32,7 @@ def random_token_map(config: DSV4Config, rngs: AnyRngs) -> nnx.Variable:
 
 
 class Engram(nnx.Module):
-    """The Engram of one layer: a table of embeddings, and their gates. In shapes, h is hc_mult.
+    """The Engram of one layer: a table of embeddings, and gates that weight them. In shapes, h is hc_mult.
 
     A token looks up `EngramConfig.rows` embeddings by hashes of the n-grams that end with it. Their concatenation is
     projected to a key for each stream and to a value. The value is added to each stream, times a gate between 0 and 1
@@ -120,8 +120,8 @@ def look_up_ahead(
       (x, {index of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
     """
     looked_up = {}
-    # The last layer's look-up starts first, so that any two look-ups are nested or apart. XLA then records a step as
-    # few CUDA graphs: a graph is divided where the starts and ends of two look-ups are interleaved.
+    # The last layer's look-up starts first. If two look-ups overlap, one then lies within the other. XLA records such a
+    # step as few CUDA graphs. Where look-ups overlap only in part, XLA would divide a graph.
     for layer in sorted(modules, reverse=True):
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)

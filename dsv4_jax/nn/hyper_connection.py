@@ -63,15 +63,15 @@ class ResidualStreams:
         return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
 
     def add(self, update: Callable[[Float[Array, "T h D"]], Float[Array, "T h D"]]) -> "ResidualStreams":
-        """Returns the residual of `update(streams)`, for the streams with the earlier block's output merged.
+        """Merges the earlier block's output into the streams, and replaces the streams by `update(streams)`.
 
-        The result keeps the mixing weights, whose `pre` collapses the streams in V4.1.
+        The result keeps the mixing weights, because in V4.1 the weights `pre` in them collapse the streams.
         """
         return ResidualStreams(update(self.merged()), None, self.mixing)
 
     @jax.named_scope("hyper_connections")
     def collapsed(self) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
-        """Returns (merged streams collapsed by the weights `pre` in `mixing` [T, hidden], the merged streams)."""
+        """Returns (merged streams collapsed to [T, hidden] by the weights `pre` in `mixing`, the merged streams)."""
         assert self.mixing is not None
         streams = self.merged()
         return apply_pre(streams, self.mixing), streams
@@ -113,7 +113,7 @@ class HyperConnection(nnx.Module):
 
 
 class HyperHead(nnx.Module):
-    """Collapses the h = hc_mult streams after the last layer. Of the mixing weights it uses `pre` only.
+    """Collapses the h = hc_mult streams after the last layer, by mixing weights `pre`.
 
     Attributes:
       hc_fn: [h, h * hidden] float32 projection of the streams to the logits of `pre`.
@@ -132,7 +132,8 @@ class HyperHead(nnx.Module):
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
         """Merges the final block's output into the streams, and collapses them.
 
-        Returns (collapsed streams after `norm`, the input of the model's head [T, hidden]; the streams [T, h, hidden]).
+        Returns (the collapsed streams [T, hidden] after `norm`, which are the input of the model's head; the merged
+        streams [T, h, hidden]).
         """
         streams, x, _ = _pre(residual, self._weights(), norm)
         return x, streams

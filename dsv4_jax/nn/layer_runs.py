@@ -32,7 +32,7 @@ class LayerRun:
 
 
 def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int = 0) -> tuple[LayerRun, ...]:
-    """Divides layers into runs with the smallest sum of periods. Of such divisions, one with the fewest runs is taken.
+    """Divides layers into runs with the smallest sum of periods, and among such divisions, with the fewest runs.
 
     A layer of a run repeats the layer one period earlier: their forms are equal, and so are their sources. Two sources
     count as equal in three cases:
@@ -53,7 +53,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
     stop = start + len(forms)
 
     def equal(first: int, period: int, layer: int) -> bool:
-        """Returns whether a layer can repeat the layer one period earlier, in a run that begins at `first`."""
+        """Returns whether a layer can be a repeat of the layer one period earlier, in a run that begins at `first`."""
         form, sources = forms[layer - start]
         earlier_form, earlier_sources = forms[layer - period - start]
         return form == earlier_form and all(
@@ -69,7 +69,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
             return source < first
         return source - earlier == period and layer - source <= (layer - first) % period
 
-    # {index of a layer: (sum of periods, number of runs, runs) of the best division of the layers from it on}.
+    # {index of a layer: (sum of periods, number of runs, runs) of the best division of this and all later layers}.
     best: dict[int, tuple[int, int, tuple[LayerRun, ...]]] = {stop: (0, 0, ())}
     for first in reversed(range(start, stop)):
         choices = []

@@ -243,7 +243,7 @@ def _tap_rows(tap_layers, layers):
 
 
 def _slices(stacks, values, repeat):
-    """Returns the state of a layer: a `LayerSlice` for parameters that `layers.parameter` stacked, and other values.
+    """Returns a layer's state. The values of parameters that `layers.parameter` stacked become a `LayerSlice`.
 
     Args:
       stacks: state of the stacked layers.

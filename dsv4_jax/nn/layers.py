@@ -55,7 +55,7 @@ def parameter(
       kind: class of the variable.
       rngs: source of the random key. With `ABSTRACT`, the value is a `jax.ShapeDtypeStruct`.
       shape, dtype: shape and dtype of one layer's value.
-      draw: function of a random key and the shape, with the axis of layers, that returns the value.
+      draw: function (random key, shape) that returns the value. This shape includes the axis of layers.
       axes: names of the logical axes of one layer's value. `parallel.axis_rules` says how they are sharded over a mesh.
         None, or an axis that is left out at the end, is replicated.
     """

@@ -68,7 +68,7 @@ class Adapters(nnx.Module):
         self.up = parameter(nnx.LoRAParam, rngs, (outputs, number, rank), dtype, zeros, (out_axis, None, None))
 
     def product(self, number: int) -> Float[Array, "... m n"]:
-        """Returns `scale * up @ down` of the adapter with index `number`, in float32. Merging adds it to the weight."""
+        """Returns the product `scale * up @ down` of adapter `number` in float32, which merging adds to the weight."""
         up = self.up[...][..., number, :]
         down = self.down[...][..., number, :, :]
         product = jnp.matmul(up, down, precision="highest", preferred_element_type=jnp.float32)
@@ -88,7 +88,7 @@ def add_adapters(
 ) -> None:
     """Attaches adapters to linear maps of all layers of a model.
 
-    A batch uses an adapter only if it says so (`Batch.with_adapter`, or `adapter=` of a request). Train adapters with
+    A batch uses adapters only on demand (`Batch.with_adapter`, or `adapter=` of a request). Train adapters with
     `nnx.Optimizer(model, .., wrt=nnx.LoRAParam)` and `nnx.grad(.., argnums=nnx.DiffState(0, nnx.LoRAParam))`: the other
     weights have no gradient and no optimizer state. Draft layers, Engram, routers and the head get no adapters.
 
@@ -184,7 +184,7 @@ def place_adapters(model: Any) -> None:
 
 
 def merge_adapter(model: Any, name: str) -> Any:
-    """Returns a copy of a model in which one adapter's products are added to the weights, and which has no adapters.
+    """Returns a copy of a model without adapters, in which one adapter's products are added to the weights.
 
     Weights that get a product are no longer quantized: they have the dtype of unquantized weights of the model.
 
@@ -214,7 +214,7 @@ def merge_adapter(model: Any, name: str) -> Any:
 
 
 def _add_to(variable, rows, product):
-    """Adds products [layers, ..] to the rows (an index) of a variable's matrices [layers, ..]."""
+    """Adds products [layers, ..] to a variable's matrices [layers, ..], at the index `rows` of each matrix."""
     weight = variable.get_value()[...]
     dtype = weight.dtype
     index = (slice(None), *rows)
@@ -223,7 +223,7 @@ def _add_to(variable, rows, product):
 
 
 def linear_modules(model: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yields (number of stacked layers, attribute, module) of the modules of this package that can have adapters."""
+    """Yields (number of stacked layers, name of the attribute, module) for each module that can have adapters."""
     for loop in model.model.layers.loops:
         for layer in loop.layers:
             for path, attributes in _MODULES.items():

@@ -21,13 +21,13 @@ class HashTable(nnx.Variable):
 class Router(nnx.Module):
     """Scores the E experts, and selects and weights k of them for each token. Weights are normalized scores.
 
-    The k experts have the largest `score + bias`, or in hash layers are listed for the token id in a table. Parts of
-    images have a bias of their own, in hash layers too.
+    The k experts are those with the largest `score + bias`. In hash layers, they are those that a table lists for the
+    token id. Tokens that are parts of images use a bias of their own in all layers, also in place of the table.
 
     Attributes:
       weight: [E, hidden] float32 projection to the logits.
       e_score_correction_bias: [E] float32 bias for the selection, not in hash layers. It does not enter the weights.
-      image_correction_bias: [E] float32 bias for parts of images, only in models that know images. It does not enter
+      image_correction_bias: [E] float32 bias for parts of images, only in models that take images. It does not enter
         the weights either.
       tid2eid: [vocab, k] int32 experts of each token id, only in hash layers.
     """
@@ -66,7 +66,7 @@ class Router(nnx.Module):
           x: [T, hidden] normed input of the MoE.
           token_ids: [T] int32 token ids, which hash layers use.
           slots: [T] int32; -1 = a padding token, which gets no experts. None = no token is padding.
-          is_image: [T] bool, whether a token is a part of an image, only in models that know images. None = all tokens
+          is_image: [T] bool, whether a token is a part of an image, only in models that take images. None = all tokens
             are text.
           forced_experts: [T, k] int32 experts to take instead of the router's choice, see `Batch.decisions`. A row of
             -1 keeps the router's choice. None = keep it for all tokens.

@@ -41,7 +41,7 @@ class MTPDrafts(DraftLayers):
         self.hc_head = HyperHead(config, rngs=rngs)
 
     def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
-        """Computes the layer's input: to each projected stream it adds the projected embedding of the next token.
+        """Computes the layer's input: the sum of each projected stream and the next token's projected embedding.
 
         Args:
           streams: [T, h, hidden] residual streams of the model, or of this layer.

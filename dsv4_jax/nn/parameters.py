@@ -79,7 +79,7 @@ class ParameterView:
 
 
 def _of_scales(place, rows):
-    """Converts an item of an index of codes to one of scales: a slice of rows is divided by `rows`, an int stays."""
+    """Converts an item of an index of codes to an item of an index of scales: divides a slice of rows by `rows`."""
     return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
 
 

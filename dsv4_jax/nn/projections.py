@@ -36,8 +36,9 @@ class FusedLinear(nnx.Module):
     """Linear maps of one input, computed in one launch. Maps share a matrix if they are stored and sharded alike.
 
     Maps that are replicated share a matrix [sum of sizes, in_features] if the release stores all of them in FP8, or
-    none of them. In FP8, no block of rows with one scale may belong to two maps, so sizes must be multiples of 128.
-    Maps that are sharded share a matrix [maps, size, in_features] if their sizes are equal, too.
+    none of them. In FP8, the size of every map but the last must also be a multiple of 128, so that no block of rows
+    with one scale belongs to two maps.
+    Maps that are sharded share a matrix [maps, size, in_features] if they also have equal sizes.
 
     Attributes:
       projections: {name: Projection} (static).

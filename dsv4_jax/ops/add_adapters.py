@@ -58,7 +58,7 @@ def _add_xla(outputs, x, downs, ups, numbers, *, scales):
         # cost of this does not depend on how the tokens are distributed over the adapters.
         inner = _multiply(x.reshape(-1, depth), down.reshape(-1, depth)).reshape(tokens, -1, number, rank)
         groups = inner.shape[1]
-        # A factor of 0 would not do here, because the products of another adapter may be infinite.
+        # Values of other adapters are replaced by 0, not multiplied by 0, because they may be infinite.
         inner = jnp.where(is_chosen[:, None, :, None], inner * factors, 0.0)
         inner = round_to(inner, x.dtype).reshape(tokens, groups, -1)
         up = up.astype(x.dtype).reshape(groups, channels // groups, -1)

@@ -21,8 +21,8 @@ _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("m
 def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> Float[Array, "..."]:
     """Returns the sum of x over the mesh axis "model", with the same bits on all devices.
 
-    The sum is taken in float32 and rounded once to the dtype of x. Outside of `jax.shard_map` over a mesh with this
-    axis the result is x itself.
+    The sum is taken in float32 and rounded once to the dtype of x. The result is x itself outside of `jax.shard_map`
+    over a mesh with this axis.
 
     Args:
       x: [...] this device's term of the sum, in any floating dtype.

@@ -38,7 +38,7 @@ def append_swa(
         the formats "v4" and "per_entry", and of 512 + 0 in "v41".
 
     Raises:
-      TypeError: `kv` has another dtype.
+      TypeError: `kv` is neither bfloat16 nor float32.
     """
     check_dtype("kv", kv, "bfloat16", "float32")
     rows = put_in_rings(view.rows, view.codec.encode(kv), view.layer, slots, positions)

@@ -31,8 +31,8 @@ def candidate_blocks(
     tokens, entries = scores.shape
     blocks = (lengths + block_size - 1) // block_size
     entry = jnp.arange(entries, dtype=jnp.int32)[None, :]
-    # The newest block scores inf, but not on a device that holds other entries. XLA fuses all these operations into the
-    # loop of the maximum, so that scores are read once.
+    # The newest block's score becomes inf, but only on devices that hold entries of it. XLA fuses all these operations
+    # into the loop of the maximum, so that scores are read once.
     is_newest = (entry >= (blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)
     scores = jnp.where(is_newest, jnp.inf, scores)
     scores = jnp.where(entry < lengths[:, None], scores, -jnp.inf)
@@ -60,9 +60,8 @@ def within_candidates(
 def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> Int[Array, "T"]:
     """Returns the number of visible entries in the blocks that `candidate_blocks` returns, [T] int32.
 
-    These visible entries are the first of the blocks' entries: all blocks but the last one, which is the newest, are
-    full. This assumes that the block table has blocks for all visible entries. Otherwise the newest block may not be
-    the last one.
+    All of these blocks except the newest one are full of visible entries. The newest block is the last one, provided
+    that the block table has blocks for all visible entries. So visible entries precede all other entries of the blocks.
 
     Args:
       lengths: [T] int32 number of visible entries of each token.

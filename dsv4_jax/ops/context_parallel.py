@@ -67,7 +67,7 @@ def attend_to_shards(
     partial_results = attend(all_heads, jnp.asarray(model_index() == 0))
 
     def to_owners(x):
-        """Exchanges this device's results [T, A, ...] for all devices' results [devices, T, H, ...] of its heads."""
+        """Sends results [T, A, ...] to the owners of heads. Returns all devices' results [devices, T, H, ...] for H."""
         x = x.reshape(tokens, -1, heads, *x.shape[2:])
         return jax.lax.all_to_all(x, MODEL_AXIS, split_axis=1, concat_axis=0)
 

@@ -77,7 +77,7 @@ def dense_rows(
     runs = _find_runs(window, slots, positions)
     past_rows = window.codec.decode(runs.past_rows, dtype).reshape(runs.past.size, -1)
     rows = jnp.concatenate([window.codec.fake_quantize(new_kv, dtype), past_rows])
-    past_end = tokens + (runs.index + 1) * (window.window - 1)  # end in `rows` of the past rows of each token's run
+    past_end = tokens + (runs.index + 1) * (window.window - 1)  # where the past rows of each token's run end in `rows`
 
     first_entry = jnp.zeros((tokens,), jnp.int32)
     counts = jnp.zeros((tokens,), jnp.int32)
@@ -115,7 +115,7 @@ def ring_of_call(
     tokens = slots.shape[0]
     before = window.window - 1
     runs = _find_runs(window, slots, positions)
-    # In the ring, `before` rows of a run's past window precede the rows of the run itself.
+    # In the ring, a run's rows follow the `before` rows of the window before the run.
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + before * (runs.index + 1)
     count = tokens + runs.past.size  # number of rows; writes to the index `count` are dropped below
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)

@@ -38,7 +38,7 @@ class PreferXla(NotImplementedError):
 def use_implementation(name: str | None) -> Iterator[None]:
     """Chooses the implementation of ops that are called with `implementation=None` within this context.
 
-    An op whose arguments this implementation does not take runs as "xla". The choice holds for the current thread. A
+    An op runs as "xla" if this implementation does not take its arguments. The choice holds for the current thread. A
     jitted function that was traced outside of the context is traced again inside.
 
     Args:
@@ -62,11 +62,12 @@ def dispatch(
 ) -> Any:
     """Calls an op's reference or its kernel, as `xla(*args, **options)` or `kernel(*args, interpret=.., **options)`.
 
-    Gradients always come from the reference. With `implementation=None`, an op runs as "xla" if its kernel does not
-    take the device or the arguments. The logger "dsv4_jax.ops" reports such a fallback once for each reason, at level
-    INFO, or at level DEBUG if the device runs no kernels at all. If the environment variable
-    DSV4_JAX_REQUIRE_KERNELS=1 is set, a fallback is an error. A fallback because of PreferXla is neither reported nor
-    an error.
+    Gradients always come from the reference.
+
+    With `implementation=None`, an op falls back to "xla" if its kernel does not take the device or the arguments. The
+    logger "dsv4_jax.ops" reports a fallback once for each reason, at level INFO, or at level DEBUG if the device runs
+    no kernels at all. With the environment variable DSV4_JAX_REQUIRE_KERNELS=1, a fallback is an error. If the kernel
+    raises PreferXla, the fallback is neither reported nor an error.
 
     Args:
       op: the op's public name, for messages.
@@ -76,7 +77,7 @@ def dispatch(
       xla: the reference, which gets `LayerSlice.value` in the place of each `LayerSlice`.
       kernel: the kernel, with the additional argument `interpret`. Before it launches anything, it raises
         NotImplementedError for arguments that it does not take, and PreferXla for arguments with which XLA is faster. A
-        result that is None in the reference has no gradient.
+        kernel's result has no gradient if the reference returns None in its place.
       options: static arguments of both functions.
 
     Raises:
@@ -111,9 +112,9 @@ def dispatch(
 def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a reference to make it an op, whose argument `implementation` chooses the reference or the kernel.
 
-    Calls go through `dispatch`. Arguments that hold arrays are passed as its `args`, and all others as its options. The
-    reference and the kernel get all arguments by name. The reference is called with `implementation="xla"`, which it
-    passes on to the ops that it calls.
+    Calls go through `dispatch`, which gets arguments that hold arrays as `args`, and all other arguments as options.
+    The reference and the kernel get all arguments by name. The reference is called with `implementation="xla"`, which
+    it passes on to the ops that it calls.
 
     Args:
       kernel: function with the reference's arguments, but with `interpret` in the place of `implementation`.
@@ -175,7 +176,7 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
 
 
 def why_not_local(args: Any) -> str | None:
-    """Returns the reason why a kernel cannot take arrays; None if they lie on one device or are local shards.
+    """Returns the reason why a kernel cannot take arrays. None: the arrays lie on one device or are local shards.
 
     Local shards are the arrays of a function under `jax.shard_map`. In any other program over several devices, each
     device would gather all arrays and compute everything, because XLA cannot partition a kernel.
@@ -195,7 +196,7 @@ def why_not_local(args: Any) -> str | None:
 
 
 def _partitioned(mesh):
-    """Returns the number of devices over which XLA partitions a program: the size of all mesh axes but manual ones."""
+    """Returns the number of devices over which XLA partitions a program, those along mesh axes that are not manual."""
     sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return math.prod(size for size, kind in sizes if kind != AxisType.Manual)
 

@@ -52,8 +52,8 @@ def experts(
         bfloat16.
 
     Returns:
-      [T, D] float32, the sum of the experts' outputs, each rounded to x's dtype. With a shared expert, its output is
-      added last and the sum is rounded to x's dtype.
+      Without a shared expert, [T, D] float32: the sum of the experts' outputs, each of which is rounded to x's dtype.
+      With a shared expert, [T, D] in x's dtype: the shared expert's output is added last, and the sum is rounded.
     """
     if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
         arrays = x, selected, weights, gate_up, down, permutation

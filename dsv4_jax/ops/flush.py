@@ -294,13 +294,13 @@ def write_entries(
 
 
 def _pool_windows(state, kv, gate, closing, slot, position, run_start):
-    """Pools the windows of `rate` tokens that end at `position` to vectors [n, D].
+    """Pools the windows that end at `position` to vectors [n, D]. With overlap, a window has `2 * rate` rows.
 
     The row of a token of this call comes from `kv` and `gate`, the row of an earlier token from the state's ring.
 
     Args:
       state, kv, gate: as in `CompressorInputs`, `gate` with the position bias.
-      closing: [n] index of the last token of each window in the call; -1 = none.
+      closing: [n] index in the call of the last token of each window; -1 = none.
       slot, position: [n] slot and position of the last token of each window.
       run_start: [n] index of the first token of the window's request in the call.
     """

@@ -17,7 +17,7 @@ from pallas_kernels.linear import LinearSpec as LinearSpec
 
 Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
 # The kernel takes a bfloat16 weight with at least this number of rows. With fewer rows XLA is faster, because it
-# multiplies several weights of one input at once.
+# multiplies an input by several weights at once.
 MIN_ROWS = 1536
 
 

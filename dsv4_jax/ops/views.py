@@ -43,7 +43,7 @@ def put(tree, values, keep: Bool[Array, "..."], *index):
 
 
 def put_in_rings(rings, values, layer, slots: Int[Array, "T"], positions: Int[Array, "T"]):
-    """Writes each token's row to the row `position % ring` of its slot's ring in every array, and returns the new tree.
+    """Writes rows of tokens to rings, and returns the new tree. A token has row `position % ring` of its slot's ring.
 
     If a request has more tokens than a ring has rows, only its last `ring` tokens are written.
 
@@ -67,7 +67,7 @@ class SWAView:
     Attributes:
       rows: Rows [layers, slots, ring, ...].
       layer: index on axis 0.
-      window: number of tokens that a query sees, itself included.
+      window: number of tokens that a token sees, including itself.
       codec: format of a row.
     """
 
@@ -164,7 +164,7 @@ class ClassicalView(_PagedView):
 
 @pytree_dataclass
 class AttentionKV:
-    """The rows that the T tokens of a call attend to. A row is key and value of all heads.
+    """The rows that the T tokens of a call attend to. A row is both the key and the value of all heads.
 
     Attributes:
       window: the sliding windows of the layer.

@@ -51,8 +51,8 @@ def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> Pa
 def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh, ndim: int = 0) -> NamedSharding:
     """Returns the NamedSharding of an array whose first dimensions have these logical axes, see `partition_spec`.
 
-    The result's spec names all dimensions, as the specs of a program's results do. With a shorter spec, a program that
-    takes arrays of both kinds would be compiled twice.
+    The result's spec names all dimensions, as the specs of a program's results do. With a shorter spec, a program would
+    be compiled twice: for arrays that are placed with it, and for results of programs.
 
     Args:
       axes: logical axes of the first dimensions. The other dimensions are not sharded.

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
     """Makes the table of mailboxes for `ops.with_mailboxes`.
 
-    Each GPU along the "model" axis has one mailbox, which all meshes of the process with the same GPUs in this axis
-    share.
+    Each GPU along the "model" axis has one mailbox. Meshes of a process with the same GPUs along this axis use the same
+    mailboxes.
 
     Returns:
       [*sizes of the mesh's axes, 4] uint32, sharded over all axes. A device's row holds two 64-bit numbers, each as

@@ -72,7 +72,7 @@ def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_paralle
     Args:
       config: configuration of the model.
       sizes: {name of a mesh axis: its size}.
-      expert_parallel: whether whole experts are sharded over the axis, so that it must divide `n_routed_experts` too.
+      expert_parallel: whether whole experts are sharded over the axis, which must then divide `n_routed_experts` too.
     """
     devices = sizes.get(MODEL_AXIS, 1)
     names = ["num_attention_heads", "o_groups", "moe_intermediate_size", "vocab_size"]

@@ -14,8 +14,8 @@ from dsv4_jax.ops import with_mailboxes
 def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a step so that it runs under `jax.shard_map` if model and cache lie on a mesh.
 
-    The shardings of model and cache are read from their types at trace time, so their mesh must have Explicit axes. On
-    a mesh with an axis "data" each shard has its own requests, and axis 0 of all other arrays among the arguments and
+    The shardings of model and cache are read from their types at trace time, so their mesh must have Explicit axes. If
+    the mesh has an axis "data", each shard along it has its own requests: axis 0 of the arrays in `args` and in the
     results is sharded over "data".
 
     Args:

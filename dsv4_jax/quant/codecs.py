@@ -82,8 +82,8 @@ class RowCodec(abc.ABC):
     Methods take rows with any leading shape. The bits of a row do not depend on this shape.
 
     Attributes:
-      nope_dim: number of dims in `Rows.nope`: head_dim - qk_rope_head_dim, but in "v41" head_dim.
-      rope_dim: number of dims in `Rows.rope`, the last ones of a row: qk_rope_head_dim, but in "v41" 0.
+      nope_dim: number of dims in `Rows.nope`, the first dims of a row: head_dim - qk_rope_head_dim. "v41": head_dim.
+      rope_dim: number of dims in `Rows.rope`, the last dims of a row: qk_rope_head_dim. "v41": 0.
     """
 
     nope_dim: int
@@ -350,7 +350,7 @@ class FakeQuantRows(PlainRows):
         return super().encode(self.codec.fake_quantize(kv, jnp.float32))
 
     def convert(self, rows: Rows) -> Rows:
-        """Returns rows of `codec` as this codec stores them, with the same values."""
+        """Converts rows that `codec` has encoded to rows of this codec with the same values."""
         return super().encode(self.codec.decode(rows, jnp.float32))
 
 
@@ -368,7 +368,7 @@ class FakeQuantKeys(PlainKeys):
         return super().encode(self.codec.fake_quantize(keys))
 
     def convert(self, rows: IndexRows) -> IndexRows:
-        """Returns keys of `codec` as this codec stores them, with the same values."""
+        """Converts keys that `codec` has encoded to keys of this codec with the same values."""
         return super().encode(self.codec.decode(rows))
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:

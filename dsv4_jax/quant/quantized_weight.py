@@ -29,15 +29,15 @@ BLOCKS: dict[QuantizedKind, tuple[int, int]] = {
 class QuantizedWeight:
     """Quantized matrices, which a parameter may hold in the place of an array: `nnx.Param(QuantizedWeight(...))`.
 
-    Kernels read the codes and scales of "FP8" and "FP4". Other code reads `parameter[...]`, or `parameter[i]` for
-    matrices of a stack; in the kinds whose blocks have one row, `i` may also index the rows of a matrix. Such a read
-    dequantizes only the values that it returns, within the program that reads them.
+    Kernels read the codes and scales of all kinds but "FP8_ROWS". Other code reads `parameter[...]`, or `parameter[i]`
+    for matrices of a stack. If blocks have one row ("FP8_ROWS", "FP4"), `i` may also index the rows of a matrix. Such a
+    read dequantizes only the values that it returns, within the program that reads them.
 
     Attributes:
       codes: uint8 codes. "FP4": [..., out, in / 2] pairs of E2M1 codes, with the even input channel in the low nibble.
         The other kinds: [..., out, in] E4M3 bits.
       scale: uint8 E8M0 bits, [..., ceil(out / rows), ceil(in / columns)], a scale for each block of values, see
-        `BLOCKS`. Bits are 42 to 160, so that kernels represent all values exactly.
+        `BLOCKS`. Kernels represent all values exactly if the bits are 42 to 160.
       kind: "FP8", blocks of 128 x 128 values; "FP8_32", of 32 x 32; "FP8_ROWS", of 32 values of a row, as in Engram's
         tables; or "FP4", of 32 values of a row (static).
       dtype: dtype of the dequantized values (static): float32 or bfloat16, either of which represents them exactly.

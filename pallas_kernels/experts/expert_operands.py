@@ -25,8 +25,8 @@ def check_operands(
       number: number of experts of a layer.
       inner: number of hidden channels, between the two maps of an expert.
       matrices: (codes or weights, scales or None) of gate_up and of down. Codes of gate_up are [layers * 2 * number,
-        inner, ..], and codes of down [layers * number, D, ..]. Scales have the same first axis, and are [.., lines,
-        `WeightLayout.scale_line`].
+        inner, ..], and codes of down [layers * number, D, ..]. Scales have the same first axis, and are reshaped to
+        lines of `WeightLayout.scale_line` bytes: [.., lines, bytes].
 
     Raises:
       NotImplementedError: a shape or dtype is not one that `experts` documents.
@@ -41,7 +41,7 @@ def check_operands(
     inner = layout.columns(columns * layout.dtype.itemsize)
 
     def check_map(name, weight, parts, rows, columns) -> tuple[Any, Any]:
-        """Returns (codes, scales) of a map whose rows are divided into `parts` matrices."""
+        """Checks a map's weight. Returns (codes, scales), with each expert's rows divided into `parts` matrices."""
         pair: tuple[Any, Any] = weight if isinstance(weight, tuple) else (weight, None)
         codes, scales = pair
         check_weight(name, codes, layer, layout.dtype, number, rows, layout.elements(columns))

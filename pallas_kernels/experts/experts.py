@@ -2,10 +2,10 @@
 
 The kernel is bound by the bandwidth of reading the selected experts' weights once. The router, or a separate launch,
 first groups the (token, expert) pairs: a group has up to 8 pairs of one expert. A persistent grid of one block per SM
-then walks over tiles of 64 weight rows of all groups: first all tiles of gate_up, which compute the hidden channels,
-then all tiles of down, four at a time if their rows are short. Each block multiplies a range of consecutive tiles of
-each map. The warpgroups have the roles of
-`skinny_gemm`. Their additional work is:
+then walks over tiles of 64 weight rows: first all groups' tiles of gate_up, which compute the hidden channels, then all
+groups' tiles of down. Each block multiplies a range of consecutive tiles of gate_up, and another range of down.
+If rows of down are short, it multiplies four tiles at a time. The warpgroups have the roles of `skinny_gemm`. Their
+additional work is:
 
     warpgroup   role        additional work                                          waits for       signals
     0..3        multiply    loads a group's inputs before the group's first tile     hidden tiles
@@ -18,7 +18,7 @@ each map. The warpgroups have the roles of
 
 All warpgroups meet at the barrier `groups_ready`. Hidden tiles and terms are counters in global memory through which
 blocks wait for each other (`tile_counters`): a counter of hidden tiles for each group, and a counter of terms for each
-tile of the sums over a token's pairs.
+64 output channels.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 MAX_PAIRS = 1024  # maximum number of pairs of a token and an expert; one warpgroup groups them
 MAX_SHARED_TOKENS = COLUMNS  # maximum number of tokens with a shared expert
 MAX_SEGMENTS = 4  # largest number of segments of a stage
-OTHER_BYTES = 8 << 10  # shared memory beside a block's `SkinnyGemm`, as much as any number of tokens needs
+OTHER_BYTES = 8 << 10  # bytes of shared memory beside that of `SkinnyGemm`, enough for any number of tokens
 # Indices of the linear maps of an expert.
 GATE_UP = 0
 DOWN = 1
@@ -94,8 +94,8 @@ def experts(
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      [T, k, D] bfloat16, unspecified for pairs without an expert. With a shared expert, [T, D] bfloat16: the outputs of
-      a token's pairs are added in their order in float32, then the shared expert's output, and the sum is rounded.
+      Without a shared expert, [T, k, D] bfloat16, unspecified for pairs without an expert. With a shared expert, [T, D]
+      bfloat16: the sum of the outputs of a token's pairs, added in order in float32, plus the shared expert's output.
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.
@@ -132,9 +132,11 @@ def _run_maps(p, x, routing, operands, interpret):
     """Runs both linear maps, in one launch if all blocks run at once, otherwise in two.
 
     Returns:
-      List of bfloat16 arrays, the outputs of down. The first is [P, D], the output of each pair. With a shared expert,
-      the second is [T, D], the shared expert's output. With a shared expert and a single launch, the third is [T, D],
-      the sum over each token's pairs and the shared expert.
+      The outputs of down, a list of up to three bfloat16 arrays:
+
+        * [P, D], the output of each pair.
+        * [T, D], the output of the shared expert, if there is one.
+        * [T, D], the sum over each token's pairs and the shared expert, if there is one and one launch runs both maps.
     """
 
     def output_types(width, shared_width):
@@ -208,7 +210,7 @@ class ExpertsProblem:
 
     @property
     def gemm(self) -> SkinnyGemm:
-        """The GEMM whose warpgroups multiply the tiles."""
+        """The `SkinnyGemm` with which a block multiplies tiles of all matrices."""
         matrices = ((self.layout, self.depth),)
         if not self.has_short_rows:
             matrices += ((self.layout, self.inner),)
@@ -218,38 +220,39 @@ class ExpertsProblem:
         if not self.has_short_rows:
             return SkinnyGemm(matrices, COLUMNS, segments, segments)
         gemm = SkinnyGemm(matrices, COLUMNS, segments, segments, short_rows=(self.inner,))
-        # Each warpgroup needs a stage to copy to while it multiplies another. Stages of one segment are slow to copy.
+        # Each warpgroup needs two stages: one that it multiplies, and one to which the next weights are copied. Two
+        # segments a stage are the minimum, because stages of one segment are slow to copy.
         if segments < MAX_SEGMENTS or gemm.stages(OTHER_BYTES) < 2 * MULTIPLIERS:
             gemm = dataclasses.replace(gemm, segments=2, step_segments=2)
         return gemm
 
     @property
     def has_short_rows(self) -> bool:
-        """Whether rows of down are too short for a large step of each warpgroup, see `Product.whole_rows`."""
+        """Whether a row of down is too short for one step of `MAX_SEGMENTS` segments in each of the warpgroups."""
         return self.layout == FP4 and self.inner < MULTIPLIERS * MAX_SEGMENTS * FP4.segment
 
     def other_bytes(self, workers: int) -> int:
-        """Returns the number of bytes of shared memory that one of `workers` blocks needs beside that of `gemm`."""
+        """Returns the number of bytes of shared memory of a block beside that of `gemm`, with `workers` blocks."""
         return 8 * GROUP_WORDS * sum(self.max_groups(i, workers) for i in self.maps) + 2048
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """The numbers of tiles of an expert's (gate_up, down). A tile of gate_up has 32 rows each of gate and of up."""
+        """The numbers of an expert's tiles of (gate_up, down). A tile of gate_up has 32 rows of gate and 32 of up."""
         return self.inner // HALF, self.depth // ROWS
 
     @property
     def shared_tiles(self) -> tuple[int, int]:
-        """The numbers of tiles of the shared expert's (gate_up, down)."""
+        """The numbers of the shared expert's tiles of (gate_up, down)."""
         return self.shared // HALF, self.depth // ROWS if self.shared else 0
 
     @property
     def groups(self) -> int:
-        """The largest number of groups of pairs. As the index of a group, this number stands for the shared expert."""
+        """The maximum number of groups of pairs. As the index of a group, this number stands for the shared expert."""
         return max_groups(self.pairs, self.experts)
 
     @property
     def first_term(self) -> int:
-        """The index of the first counter of terms. Counters of groups and of the shared expert precede this one."""
+        """The index of the first counter of `add_up_terms`. The counters of groups and the shared expert precede it."""
         return self.groups + 1
 
     def tiles_together(self, i: int) -> int:
@@ -257,10 +260,10 @@ class ExpertsProblem:
         return MULTIPLIERS if i == DOWN and self.has_short_rows else 1
 
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
-        """Returns the indices of a block's first tiles, at which the tiles of the previous block end.
+        """Returns the indices of a block's first tiles. The tiles of the previous block end there.
 
-        The shared expert's tiles, which have more bits, are divided evenly among blocks. Tiles of groups are divided so
-        that every block reads the same number of bytes, up to a part of `tiles_together`.
+        The tiles of the shared expert are divided evenly among the blocks. The tiles of groups, which have fewer bits,
+        are divided so that all blocks read about the same number of bytes.
 
         Args:
           groups: number of groups.
@@ -278,20 +281,20 @@ class ExpertsProblem:
         even_first = lax.div(worker * tiles, workers)
         if not shared:
             return even_first * together, jnp.int32(0)
-        # The numbers of bits per weight stand for the sizes of tiles.
+        # Sizes of tiles are compared by their numbers of bits per weight.
         bits = self.layout.bits * together
         shared_bits = FP8.bits
         shared_first = lax.div(worker * shared, workers)
         total = bits * tiles + shared_bits * shared
         routed_size = lax.div(worker * total, workers) - shared_bits * shared_first + bits // 2
-        # Balance bytes only if every block has at least the work of one shared tile. Otherwise some blocks would need a
-        # negative number of tiles of groups.
+        # Bytes are balanced only if a block's share is at least one tile of the shared expert. With smaller shares, a
+        # block with such a tile would need a negative number of tiles of groups.
         balanced = total >= shared_bits * workers
         first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
         return first * together, shared_first
 
     def max_groups(self, i: int, workers: int) -> int:
-        """Returns the largest number of groups whose tiles of map `i` one of `workers` blocks multiplies."""
+        """Returns the maximum number of groups that a block's tiles of map `i` are from, with `workers` blocks."""
         together = self.tiles_together(i)
         group_tiles = self.tiles[i] // together
         tiles = -(-self.groups * group_tiles // workers)
@@ -306,7 +309,7 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
     Args:
       p: description of the launch.
       out_type: for each map, the types of its outputs: of the routed experts, then of the shared expert.
-      inputs: inputs of the first map: of the routed experts, then of the shared expert.
+      inputs: input arrays of the first map: for the routed experts, then for the shared expert if there is one.
       routing: the (token, expert) pairs, their groups and their routing weights.
       operands: (matrices of the routed experts and of the shared expert, [1] int32 index of the layer or None).
       interpret: whether to interpret the kernel.
@@ -389,13 +392,13 @@ def _signal_tile(p, counts, i, group, tile):
 
 
 def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
-    """Makes the `Product` that describes a block's tiles of linear map `i` of the routed experts, in order of groups.
+    """Returns the `Product` of a block's tiles of linear map `i` of the routed experts. Tiles are ordered by group.
 
     Args:
       p: description of the launch.
       i: index of the map, GATE_UP or DOWN.
       block_tiles: (index of the block's first tile, number of its tiles, index of its first group).
-      tables: (table of the block's groups, routing weights of their pairs, both in shared memory; counters).
+      tables: (groups of the block, routing weights of their pairs, both in shared memory; counters in global memory).
       source_gmem: [.., channels] bfloat16 inputs of the map.
       out_gmem: [P, channels] bfloat16 outputs of the map.
       matrix: (codes, scales) of all experts.
@@ -414,7 +417,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(index):
-        """Returns the first weight rows of the two halves of the block's tile number `index * together`."""
+        """Returns the first weight row of each of the two halves of the block's tile with index `index * together`."""
         n = index * together
         expert = tables_smem[group_of(n) * GROUP_WORDS]
         tile = lax.rem(begin + n, tiles)
@@ -446,7 +449,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
 
 
 def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):
-    """Makes the `Product` that describes a block's tiles of map `i` of the shared expert.
+    """Returns the `Product` of a block's tiles of map `i` of the shared expert.
 
     `block_tiles` is (index of the block's first tile, number of its tiles).
     """

@@ -50,9 +50,9 @@ class Config:
     def heuristic(cls, pairs: int, experts: int) -> "Config":
         """Chooses the tile size for `pairs` pairs of `experts` experts.
 
-        With uniform routing, nearly every expert has at most `mean + 2 * sqrt(mean)` pairs, the mean plus twice the
-        standard deviation. The tile size is the smallest multiple of 16 with which an expert with this number of pairs
-        has as few tiles as possible.
+        With uniform routing, nearly every expert has at most `likely` pairs: the mean plus twice the standard
+        deviation, `sqrt(mean)`. Let n be the number of tiles of 256 pairs that `likely` pairs need. The tile size is
+        the smallest multiple of 16 with which n tiles still hold them.
         """
         mean = pairs / experts
         likely = int(mean + 2 * math.sqrt(mean))

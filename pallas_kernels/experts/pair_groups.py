@@ -47,7 +47,7 @@ def group_by_expert(
 
 @primitive
 def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
-    """Copies groups of the table, from index `first` on, to shared memory. One warpgroup runs it.
+    """Copies groups of the table, from index `first` on, to shared memory. One warpgroup calls this function.
 
     `groups_smem` is [16 * n] int32 for n groups. Groups past the end of the table are unspecified.
     """
@@ -69,7 +69,7 @@ def _emit_load_groups(table_gmem, first, groups_smem):
 
 @primitive
 def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
-    """Copies routing weights of the groups' pairs to shared memory. The warpgroup that called `load_groups` runs it.
+    """Copies the routing weights of pairs to shared memory. The warpgroup that called `load_groups` calls this, too.
 
     Args:
       weights_gmem: [P] float32 routing weights.

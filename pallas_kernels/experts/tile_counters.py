@@ -4,8 +4,7 @@
 
   * the number of groups of (token, expert) pairs,
   * for each group and for the shared expert, the number of its written tiles of hidden channels,
-  * for each 64 output channels, the number of written terms of the sum over a token's experts. Each group and the
-    shared expert write one term.
+  * for each 64 output channels, the number of groups whose outputs are written. The shared expert counts as a group.
 
 All counters start at 0.
 """
@@ -58,8 +57,8 @@ def add_up_terms(
 ) -> None:
     """Computes this block's part of the sums over each token's experts, once the terms are written.
 
-    The outputs of a token's pairs are added in their order in float32, then the shared expert's output, and the sum is
-    rounded. One warpgroup runs it.
+    The outputs of a token's pairs are added in order in float32, then the shared expert's output is added, and the sum
+    is rounded. One warpgroup calls this function.
 
     Args:
       total_gmem: [T, D] bfloat16 sums to write.

@@ -20,7 +20,7 @@ from pallas_kernels.mgpu import vectors
 
 @dataclasses.dataclass(frozen=True)
 class FlushContext:
-    """A warpgroup's view of a compressor, with the warpgroup's own buffers in shared memory."""
+    """The operands and the buffers of a warpgroup that pools windows or stores entries of a compressor."""
 
     c: CompressorOperands  # references to the compressor's operands and its static options
     slots_gmem: Any  # [T] int32, each token's request slot; -1 = padding
@@ -52,8 +52,8 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
         return jnp.int32(1)
     back = vectors.thread()  # thread i looks at token `token - i`
     slots = vectors.take(ctx.slots_gmem, token - back)
-    # The tokens of a slot are adjacent. So of `token` and the `limit - 1` preceding tokens, those with the same slot
-    # are rows of the window.
+    # The tokens of a slot are adjacent. So the window's rows in the call are the tokens of the same slot among the
+    # `limit` tokens that end with `token`.
     is_row = (slots == ctx.slots_gmem[token]) & (back <= token) & (back < limit)
     return vectors.count(jnp.where(is_row, 1, 0))
 
@@ -69,7 +69,7 @@ class EntryTarget:
 
 
 def find_target(ctx: FlushContext, slot, position) -> EntryTarget:
-    """Returns the target of the window that closes at `position` in the request with this slot."""
+    """Finds where to store the entry of the window that closes at `position` in the request of a slot."""
     c = ctx.c
     per_block = jnp.int32(c.pools[0].shape[2])
     entry = lax.div(position, c.rate)
@@ -106,13 +106,13 @@ def store_entry(
     """Normalizes, rotates, quantizes and stores a pooled entry. If `target.norm` is None, x is already normalized.
 
     Args:
-      ctx: the warpgroup's view of the compressor.
+      ctx: operands and buffers of the warpgroup.
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, values) that reduces across the entry's slices of 64 channels by `combine`, such as
-        `jnp.maximum`, including the slices of other warpgroups. `values`, [channels] float32, hold one value for each
-        slice, repeated in all its channels.
+      across: function (combine, values) that reduces one value per slice of 64 channels over all slices of the entry,
+        also over those of other warpgroups. `combine` is an elementwise function, such as `jnp.maximum`. `values` is
+        [channels] float32, with a slice's value repeated in all channels of the slice.
     """
     channel = vectors.channels(x.shape[0]) + ctx.first
     if target.norm is not None:
@@ -127,7 +127,7 @@ def store_entry(
 
 
 def max_logit(logits: list[jax.Array]) -> jax.Array:
-    """Returns the largest logit of each channel. If all logits are -inf, because no row exists, it returns `LOWEST`."""
+    """Returns the largest logit of each channel, or `LOWEST` if all logits are -inf because no row exists."""
     return jnp.maximum(functools.reduce(jnp.maximum, logits), exact_math.LOWEST)
 
 
@@ -150,7 +150,7 @@ def rms_norm(ctx: FlushContext, norm: jax.Array, x: jax.Array, across: Callable)
     """Applies the RMS norm to the warpgroup's channels of an entry. Rounds to bfloat16 before and after the norm.
 
     Args:
-      ctx: the warpgroup's view of the compressor.
+      ctx: operands and buffers of the warpgroup.
       norm: [channels] float32, weights of the norm.
       x: [channels] float32, the channels.
       across: as in `store_entry`.

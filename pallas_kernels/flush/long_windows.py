@@ -1,9 +1,9 @@
 """The kernel that stores the entries of windows of more than 16 rows. The blocks of a cluster share a window.
 
 A window is pooled in 8 chunks of consecutive rows. The sums of the chunks are always added in the order of `tree_sum`,
-so that an entry's bytes do not depend on the number of blocks. The grid is clusters of n blocks. A cluster takes
-consecutive tokens of the call and the windows that these tokens close. Each warpgroup of a block works on one slice of
-the channels, from the copies to the entry.
+so that an entry's bytes do not depend on the number of blocks. The grid consists of clusters of n blocks. A cluster
+works on consecutive tokens of the call, and on the windows that these tokens close. Each warpgroup of a block works on
+one slice of the channels, from the copies to the entry.
 
     block    step           does                                          waits for              signals
     all      row_writer     stores the state rows of the cluster's tokens
@@ -12,8 +12,8 @@ the channels, from the copies to the entry.
     all      _pool_chunk    pools chunks b, b + n, .. for block b         copies, `wait`         chunks_full
     first    _finish_entry  adds up the chunks, stores the entry          chunks_full            `arrive`
 
-`arrive` and `wait` use the barrier of the cluster. By `arrive`, the first block tells the other blocks that it has read
-the results of a window's chunks. By `wait`, blocks wait for this before they send results of the next window.
+`arrive` and `wait` use the barrier of the cluster. The first block calls `arrive` when it has read the results of a
+window's chunks. The blocks call `wait` before they send results of the next window, which overwrite those results.
 """
 
 import dataclasses
@@ -112,14 +112,14 @@ class WindowLocation(NamedTuple):
     """The location of a window's rows, as int32 scalars. Row 0 of the window is its oldest row."""
 
     token: Any  # index of the token that closes the window
-    ring: Any  # row of the states, with leading axes merged, that holds row 0 of the window
-    wrap: Any  # number of rows from `ring` to the ring's end; row `wrap` of a longer window is at the ring's beginning
+    ring: Any  # index of the state row that holds row 0 of the window, counted over all layers and slots
+    wrap: Any  # number of rows from `ring` to the ring's end; a longer window goes on at the ring's beginning
     new: Any  # index of the window's first row that is in the call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongWindowWorker(FlushContext):
-    """A warpgroup's view of the compressor and of its cluster."""
+    """The operands, buffers and barriers of a warpgroup whose cluster stores entries of long windows."""
 
     plan: LongWindowPlan  # division of the work
     block: Any  # int32 scalar, index of the block in the cluster
@@ -135,7 +135,7 @@ class LongWindowWorker(FlushContext):
     cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
 
     def row(self, k):
-        """Returns the index in the window of the first row of this block's chunk k."""
+        """Returns the index of the first row of this block's chunk k among the rows of the window."""
         return (self.block + self.plan.blocks * k) * self.plan.chunk_rows
 
     def staged(self, k, begin: int, rows: int):
@@ -223,8 +223,8 @@ def store_entries(call: FlushCall) -> None:
         cluster={"block": p.blocks},
         num_threads=p.warpgroups,
         scratch_types=shared,
-        # Turns off Pallas's automatic barriers. They are not needed, because the primitives by which threads exchange
-        # data synchronize the threads, and otherwise a thread reads only shared memory that it has written itself.
+        # Turns off Pallas's automatic barriers, which are not needed: the primitives by which threads exchange data
+        # synchronize the threads. Apart from that, a thread reads only shared memory that it has written itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
@@ -349,7 +349,7 @@ def _store_window(worker, window, following, end, count):
     """Stores the entry of a window, and starts to copy the first chunks of the following window.
 
     Args:
-      worker: the warpgroup's view of its cluster.
+      worker: operands, buffers and barriers of the warpgroup.
       window: the window; copies of this block's first `stages` chunks have been started.
       following: the cluster's next window; `following.token` is `end` if there is none.
       end: int32 scalar, end of the cluster's tokens.
@@ -457,7 +457,7 @@ def _across(worker, count, uses, combine, x):
     """Combines x over all slices of 64 channels of an entry, including the slices of other warpgroups.
 
     Args:
-      worker: the warpgroup's view of its cluster.
+      worker: operands, buffers and barriers of the warpgroup.
       count: int32 scalar, number of windows that the cluster has stored so far.
       uses: iterator that returns the index of this call among the calls for the entry, 0 or 1.
       combine: `jnp.add` or another reduction, such as `jnp.maximum`.

@@ -9,9 +9,9 @@ steps:
     _start_window   starts to copy a window's rows from the call or the ring to shared memory
     _store_windows  pools the rows, starts to copy the next window's rows, finishes and stores the entry
 
-Each thread copies and pools its own channels. The kernel of `pool_windows` stores entries, or returns pooled vectors,
-which are finished by the norm alone. The kernel of `write_entries` stores such vectors as entries; a warpgroup stores a
-whole vector.
+Each thread copies and pools its own channels. The kernel of `pool_windows` either stores entries, or applies only the
+norm to the pooled vectors and returns them. The kernel of `write_entries` stores such vectors as entries. A warpgroup
+stores a whole vector.
 """
 
 import dataclasses
@@ -95,7 +95,10 @@ def _workers(tokens, max_tokens, limit):
 
 
 def _run(ctx, first, step, share, with_states):
-    """Stores the entries, and if `with_states` the state rows, of up to `share` tokens first, first + step, ..."""
+    """Stores the entries of windows that close at up to `share` tokens first, first + step, ...
+
+    If `with_states` is set, also stores the state rows of these tokens.
+    """
     tokens = ctx.slots_gmem.shape[0]
     store = with_states and row_writer(ctx, first, step, share, tokens)
     started = _start_scan(ctx, first, step, 0)
@@ -115,7 +118,7 @@ def _start_scan(ctx, first, step, number):
     """Examines 32 tokens and starts to copy the rows of the first window that one of them closes.
 
     Args:
-      ctx: the warpgroup's view of the compressor.
+      ctx: operands and buffers of the warpgroup.
       first, step: the warpgroup's tokens are first, first + step, ...
       number: index of the scan. Its 32 tokens are the warpgroup's tokens 32 * number to 32 * number + 31.
 
@@ -131,7 +134,7 @@ def _start_scan(ctx, first, step, number):
 
 @jax.named_scope("store_windows")
 def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
-    """Stores the entries, or the vectors, of the windows that the scan with index `number` found.
+    """Stores an entry, or a pooled vector, for each window that the scan with index `number` found.
 
     `bits` and `rows_in_call` are the results of `_start_scan`. The other arguments are as in `_run`.
     """
@@ -200,7 +203,7 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
     """Starts to copy the rows of the window that closes at `token`. A window of a single token needs no copies.
 
     Args:
-      ctx: the warpgroup's view of the compressor.
+      ctx: operands and buffers of the warpgroup.
       token: int32 scalar, index of the token that closes the window.
       bits: int32 scalar; 0 if there is no window.
       also: function of `ctx` that starts further copies; called before the rows' copies start.
@@ -250,7 +253,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     ring = jnp.int32(c.ring)
     last = ctx.state_row(slot, position)
     first_of_ring = last - lax.rem(position, ring)
-    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # index in the ring of row 0 of the window
+    oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # index of the window's row 0 in the ring
     column_of = _first_column(ctx)
 
     def in_ring(row):
@@ -312,7 +315,7 @@ def _where_exists(ctx, exists, j, i, other):
 
 
 def _first_column(ctx):
-    """Returns a function from the index of a row of a window to this thread's first column of kv, gate and states.
+    """Returns a function that maps a row's index in its window to this thread's first column of kv, gate and states.
 
     With overlap, these arrays have 2 * D columns. The last `rate` rows of a window use the second D columns, see
     `CompressorOperands.kv`.

@@ -34,7 +34,7 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
     """Loads slots and positions of 32 of the tokens first, first + step, ... < end.
 
     Args:
-      ctx: the warpgroup's view of the compressor.
+      ctx: operands and buffers of the warpgroup.
       first: int32 scalar, index of the first token.
       step: distance between tokens.
       number: int32 scalar, number of tokens to skip: token i of the scan, i = 0 .. 31, has the index
@@ -92,9 +92,8 @@ def run_workers(
 
     Args:
       name: name of the kernel.
-      work: function (FlushContext, index of the warpgroup's first token) that each warpgroup runs. The index of the
-        first token is the index of the warpgroup. If `workers` is odd, the last block has one warpgroup too many. It
-        gets the number of tokens as its index, so that it finds no token.
+      work: function (FlushContext, index of the warpgroup's first token) that each warpgroup runs. Warpgroup i begins
+        with token i. If `workers` is odd, the last block has one warpgroup too many, which begins past the last token.
       workers: number of warpgroups that work for each compressor.
       call: arguments of the flush.
       sizes: function of a compressor that returns a warpgroup's buffers in shared memory, as {name of a field of
@@ -147,7 +146,7 @@ def _store_rows(ctx, first, step, share):
     def store_rows(number, _):
         token, is_stored, slot, _ = scan(ctx, first, step, number * SCAN, tokens)
         if ctx.max_in_call > ring:
-            # Skips a token if a later token of the call belongs in the same row of the ring, which keeps the later one.
+            # Skips a token if a later token of the call is stored in the same row of the ring.
             later_slot = vectors.take(ctx.slots_gmem, jnp.where(token + ring < tokens, token + ring, -1))
             is_stored &= (token + ring >= tokens) | (later_slot != slot)
 
@@ -172,7 +171,7 @@ def _read_row(ctx, token, end):
     position = ctx.positions_gmem[safe]
     is_stored = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
-        # Skips a token if a later token of the call belongs in the same row of the ring, which keeps the later one.
+        # Skips a token if a later token of the call is stored in the same row of the ring.
         is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]

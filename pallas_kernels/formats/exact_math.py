@@ -43,13 +43,13 @@ _EXP2 = (0.6931469775915049, 0.24022242080355077, 0.05550733754236157, 0.0096715
 # exact.
 _HALF_PI = (1.5706787109375, 0.00011761486530303955, 9.920313459588215e-10, 5.684341886080802e-14)
 _SIN = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
-# Coefficients of a polynomial in -angle**2. In a polynomial in angle**2, LLVM would know the signs of the terms, and so
-# remove the fence.
+# Coefficients of a polynomial in -angle**2. With angle**2, LLVM would know the signs of the terms, and remove the
+# `fence` of a product.
 _COS = (4.166664568298827e-2, 1.388731625493765e-3, 2.443315711809948e-5)
 
 
 def fence(x: jax.Array) -> jax.Array:
-    """Returns x, which must be at least -3e38, as the result of a comparison that compilers cannot remove."""
+    """Returns x, as the result of a comparison that compilers cannot remove. x must be at least -3e38."""
     return jnp.maximum(x, LOWEST)
 
 

@@ -61,9 +61,9 @@ def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the index of the row that stores each token: row `position % ring` in the ring of the token's slot.
+    """Returns the index of each token's row in the pools: row `position % ring` in the ring of the token's slot.
 
-    The index counts rows of the pools with leading axes merged.
+    The index counts the rows of all layers and slots: the leading axes of the pools are merged.
 
     Args:
       token: [n] int32 in layout PER_ROW, indices of tokens, at least 0.
@@ -102,7 +102,7 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
           * (n, C): rows with one value for each group.
           * (n, groups, size), such as (n, 8, 64): rows of values in groups.
 
-      first_group: for a result of three axes, the index that the pool's first group has in the result. Values of groups
+      first_group: for a result of three axes, the index in the result of the pool's first group. Groups of the result
         that the pool does not hold are unspecified.
 
     Returns:
@@ -218,10 +218,14 @@ def _emit_e2m1_values(codes):
 def _positions(layout, shape, rows):
     """Yields (register, row, group, column) for each of this thread's registers.
 
-    `register` is the index of the register. `row`, `group` and `column` are MLIR index values that belong to the
-    register's first value: its row in the pool, its group in the row, and its column in the group. The index is 0 on an
-    axis that `shape` lacks. `rows` are the indices of rows, as in `load_rows`. If each group is a row of the pool,
-    `group` is 0.
+    Args:
+      layout, shape: register layout and shape of the array in registers.
+      rows: indices of rows of the pool, as in `load_rows`.
+
+    Yields:
+      The index of a register, and three MLIR index values for the register's first value: its row in the pool, its
+      group in the row, and its column in the group. Without an axis in `shape`, its index is 0. `group` is also 0 if
+      each group is a row of the pool.
     """
     numbers = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))
@@ -234,7 +238,7 @@ def _positions(layout, shape, rows):
 
 
 def _pointer(ref, shape, row, group, column):
-    """Returns the address of a row's value in a group and column, for an array of this shape, see `_layout`."""
+    """Returns the address of the value at (row, group, column), for an array in registers of this shape."""
     value = mlir.multiply_add(group, shape[2], column) if len(shape) == 3 else group
     offset = mlir.multiply_add(row, _width(ref), value)
     return mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset), _bits_type(ref))

@@ -53,7 +53,7 @@ def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def scale_values(bits: jax.Array, layout: RowLayout) -> jax.Array:
-    """Returns the float32 values of scales with the bits `bits`, uint8: E4M3 scales for E2M1 codes, otherwise E8M0."""
+    """Converts the bits of scales, uint8, to float32. Scales are E4M3 if the codes are E2M1, otherwise E8M0."""
     return _e4m3_value(bits) if layout.codes == "e2m1" else _power_of_two(bits.astype(jnp.int32))
 
 
@@ -241,7 +241,7 @@ def _power_of_two(bits):
 def _e4m3_value(bits):
     """Returns the float32 values of non-negative E4M3 codes.
 
-    The function uses integer operations, since compilers may delete a cast to E4M3 and back, and its rounding.
+    The function uses integer operations, since compilers may delete a cast to E4M3 and back together with the rounding.
     """
     size = bits.astype(jnp.int32)
     normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
@@ -251,8 +251,8 @@ def _e4m3_value(bits):
 def e2m1_codes(x: jax.Array, step: jax.Array | float = 1.0) -> jax.Array:
     """Rounds float32 x / step to E2M1, ties to even, and returns the codes 0 .. 15, int32.
 
-    Instead of a division, x is compared with the midpoints of E2M1 times `step`. These products are exact if `step` has
-    few enough bits, as E4M3 values have. Then the ties are the ties of the exact quotients.
+    Instead of dividing x by `step`, the function compares x with `step` times the midpoints between E2M1 values. These
+    products are exact if `step` is a value of E4M3, which has few bits. Then x / step is rounded as if it were exact.
     """
     size = jnp.abs(x)
     code = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8

@@ -143,7 +143,7 @@ def _body(p, streams_gmem, pre_gmem, partials_gmem, weights_gmem, layer_gmem, x_
 
 
 def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem, x_gmem, scratch):
-    """Collapses and norms a warpgroup's channels of all groups of tokens of the block.
+    """Collapses and norms the warpgroup's 1024 channels for all groups of tokens that the block has.
 
     The warpgroup visits a group in turns, with `p.step` tokens in each turn. `groups` is (index of the block, number of
     blocks, number of the block's groups).
@@ -159,7 +159,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
 
     def load_token(token):
-        """Loads a token: (this warpgroup's channels of each stream, weight `pre` of each stream or None)."""
+        """Returns (this warpgroup's channels of each stream, the weight `pre` of each stream or None) of a token."""
         streams = [load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)]
         return streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]
 
@@ -221,7 +221,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
 
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
-    """Computes the mixing weights of all groups of tokens of the block; `groups` is as in `_collapse_streams`."""
+    """Computes the mixing weights for all groups of tokens that the block has. `groups`: as in `_collapse_streams`."""
     # Lane r of a warp computes logit r of the warp's token.
     block, blocks, count = groups
     lane = vectors.thread() & (WARP - 1)
@@ -229,7 +229,7 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
     factors = vectors.take(scale_gmem, jnp.minimum(lane >> 2, scale_gmem.shape[0] - 1))
 
     def add_slices(group):
-        """Adds up the partial sums of a group over all slices. Returns [128] float32: each warp's 32 sums of its token.
+        """Adds up a group's partial sums over all slices. Returns [128] float32: 32 sums for the token of each warp.
 
         A chunk of 128 partial sums belongs to four slices of one token, or to one slice of four tokens.
         """
@@ -330,7 +330,7 @@ def _emit_mixing_matrix(logits, iterations, eps):
 
 @primitive
 def reciprocal(x: jax.Array) -> jax.Array:
-    """Returns 1 / x of x [128] float32, with an error of at most one unit in the last place."""
+    """Returns 1 / x, with an error of at most one unit in the last place. x is [128] float32."""
     return 1.0 / x
 
 
@@ -345,7 +345,7 @@ def _approximate(code, x):
 
 @primitive
 def from_lane(x: jax.Array, lane: int) -> jax.Array:
-    """Returns [128] float32 in which every lane of a warp holds the value that lane `lane` of this warp holds in x."""
+    """Broadcasts the value of lane `lane` of each warp to all lanes of the warp. x and the result are [128] float32."""
     return jnp.repeat(x.reshape(WARPS, WARP)[:, lane], WARP)
 
 

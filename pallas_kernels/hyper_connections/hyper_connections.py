@@ -9,8 +9,9 @@ next block collapses the streams to that block's normed input x [D]:
 The mixing weights of a token are `pre` [4], `post` [4] and `comb` [4, 4]. A call computes `pre` for itself, and `post`
 and `comb` for the next call, from logits = fn @ new / rms(new), where new is flattened to [4 * D]. The first launch
 writes the new streams. Each of its thread blocks also writes partial sums of the logits over a slice of channels. The
-second launch, `collapse`, adds up the slices and computes x and the mixing weights. In V4.1 (`delays_pre`), `pre` comes
-from the previous call, too, like `post` and `comb`. There are three kernels for the first launch:
+second launch, `collapse`, adds up the slices and computes x and the mixing weights. In V4.1 (`delays_pre`), a call also
+computes `pre` for the next call, and collapses with the `pre` of the previous call. There are three kernels for the
+first launch:
 
     kernel            tokens      multiplies fn with the new streams by
     streams_fma       1 .. 4      float32 FMAs; it can also sum y over GPUs
@@ -31,7 +32,8 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_WIDTH = 7 * collapse.CHANNELS  # `collapse` has a warpgroup for each 1024, and one more: 1024 threads
+# A block of `collapse` has a warpgroup for every 1024 channels, and one more. A block can have at most 8 warpgroups.
+MAX_WIDTH = 7 * collapse.CHANNELS
 # On an H100, both launches together take 19.0 us with `mma` and 22.0 us with `wgmma` for 256 tokens, but 36.9 us and
 # 29.5 us for 512 tokens.
 MAX_MMA_TOKENS = 256

@@ -120,7 +120,7 @@ def load_factors(pointer) -> list[list[Any]]:
 
 
 def mix(streams_and_y: Sequence[Sequence[U32]], factors: Sequence[Sequence[Any]]) -> list[Sequence[U32]]:
-    """Returns the words of each new stream.
+    """Computes the new streams from the old streams and y. Returns the words of each new stream.
 
     `streams_and_y` lists words of two bfloat16 of each old stream, then of y. `factors` comes from `load_factors`.
     """

@@ -43,7 +43,7 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 
 @primitive
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem, total_smem=None) -> None:
-    """Writes a slice of the new streams of all tokens, and the slice's partial sums of the logits.
+    """Writes 32 channels of the new streams of all tokens, and the partial sums of the logits over these channels.
 
     Args:
       index: int32 scalar, index of the slice.
@@ -103,8 +103,9 @@ class _Thread:
         """Loads a token's values of this thread's channel, as MLIR float32.
 
         Returns:
-          (values, factors). `values` are the values of all streams, and `factors` the factors of y and of these streams
-          in the new stream. If y is None, `values` is only the value of this thread's stream, and `factors` is empty.
+          (values, factors). `values` lists the value of each stream. `factors` lists the factors by which y and then
+          these values are multiplied for this thread's new stream. If y is None, `values` has only the value of this
+          thread's stream, and `factors` is empty.
         """
         index = token * (STREAMS * self.width) + self.column
         if self.refs.y is None:

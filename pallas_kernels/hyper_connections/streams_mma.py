@@ -47,7 +47,7 @@ def scratch_types(tokens: int, rows: int, fuses_all_reduce: bool) -> dict:
 
 @primitive
 def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_smem, sums_smem) -> None:
-    """Writes a slice of the new streams of a tile of tokens, and the slice's partial sums of the logits.
+    """Writes 32 channels of the new streams of 32 tokens, and the partial sums of the logits over these channels.
 
     Args:
       index: int32 scalar, index of the slice of 32 channels.
@@ -56,7 +56,7 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_sme
       values_smem: [4 * 32, 32] bfloat16, the new streams of the tile; on a GPU, in the order of `_address`.
       sums_smem: float32, the sums of each warp.
     """
-    # The interpreter computes all tiles at once, since tests have few tokens.
+    # Interpreted, the call for tile 0 computes all tiles, since tests have few tokens.
     pl.when(tile == 0)(lambda: mixing.add_channels(refs, index, CHANNELS))
 
 

@@ -132,7 +132,7 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
 
 @primitive
 def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
-    """Splits a slice of fn into bfloat16 terms in shared memory. All warpgroups run it, and a barrier has to follow.
+    """Splits a slice of fn into bfloat16 terms in shared memory. All warpgroups call this; a barrier has to follow.
 
     Args:
       target: [2 * 4, 3 * N, 64] bfloat16 with TRANSFORMS to write. For each chunk of 64 channels and each stream it
@@ -197,8 +197,8 @@ def _fours(shape):
 def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Array:
     """Loads each thread's first two rows of the chunk at (token `start`, channel `column`), for `mix_chunk`.
 
-    Returns int32 [2 * 512 * n], words of two bfloat16 of n arrays: the 4 streams, and y if there is one. Interpreted,
-    the words are zeros, which `mix_chunk` ignores.
+    Returns int32 [2 * 512 * n], words of two bfloat16. n is 4 for the streams, or 5 with y. Interpreted, the words are
+    zeros, which `mix_chunk` ignores.
     """
     return jnp.zeros(_ahead_shape(refs), jnp.int32)
 
@@ -288,7 +288,7 @@ def _row_of(i):
 
 
 def _load(token, column, refs):
-    """Loads this thread's 8 channels of the chunk at channel `column` of each stream of a token and of y, as words."""
+    """Loads this thread's 8 channels of the chunk that begins at `column`, for each stream of a token and for y."""
     fours = mixing.load_streams(refs.streams, refs.y, token, column + ((mlir.thread() & 7) << 3))
     return [word for four in fours for word in four]
 

@@ -19,7 +19,7 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 MAX_HEADS = 64  # maximum number of heads in a product
-FLAGS = 32  # number of tiles whose flags fit into an int32; a flag says that a tile has scales far apart
+FLAGS = 32  # number of flags in an int32, one for each tile; a flag says that the scales of a key are far apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Config:
     stages: int = 4  # number of tiles of a warpgroup that are being copied or read
     # Maximum number of tokens in a chunk. Shared memory has to hold a chunk's queries. With candidates, this must be 1.
     chunk_tokens: int = 8
-    plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block searches for a share
+    plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block finds its own share
 
     @classmethod
     def for_tokens(
@@ -69,7 +69,7 @@ class Scratch:
 
     @classmethod
     def types(cls, config: Config, heads: int, q_dtype: Any, scale_width: int) -> "Scratch":
-        """Returns the types to allocate."""
+        """Returns the types of shared memory and barriers to allocate."""
         tiles = config.warpgroups * config.stages
         queries = (config.chunk_tokens * heads, DIM)
         return cls(
@@ -83,7 +83,7 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkScorer:
-    """A warpgroup's view of a chunk and of the block's share of the chunk's tiles.
+    """Scores, in one warpgroup, the tiles of a chunk that belong to the block's share of the work.
 
     In methods on a tile, `i` is the index of the tile among this warpgroup's tiles of the share.
     """
@@ -191,12 +191,12 @@ class ChunkScorer:
         return ids if candidates is None else jnp.where(candidates < 0, -1, ids)
 
     def _first_rows(self, i, candidates, block_ids):
-        """Returns the row of each range's first key in the pools with merged leading axes, shaped like `block_ids`."""
+        """Returns the row of each range's first key in the pools, counted over all layers and blocks, as int32."""
         block = self.keys.layer * self.keys.codes.shape[1] + jnp.maximum(block_ids, 0)
         return block * self.keys.per_block + self._in_blocks(lax.rem, i, candidates)
 
     def _start_copy(self, i, candidates, block_ids):
-        """Starts to copy a tile to its stage, as one group of copies. For a tile past the share, the group is empty."""
+        """Starts to copy a tile to its stage, as one group of copies. The group is empty if no such tile exists."""
         stage = self._stage(i)
         rows = self._first_rows(i, candidates, block_ids)
         is_wanted = self._tile(i) < self.end_tile

@@ -114,7 +114,7 @@ def indexer_scores(
             slot, count, tiles = chunks.at(token)
 
             def first_tile_from(unit):
-                """Returns the index of the chunk's first tile whose units all have an index of at least `unit`."""
+                """Returns the index of the chunk's first tile that has no unit of work before `unit`."""
                 return jnp.minimum(lax.div(jnp.maximum(unit - base, 0) + (count - 1), count), tiles)
 
             first_tile = first_tile_from(begin)

@@ -51,8 +51,8 @@ SCALE_BLOCKS = {"e8m0": 32, "e4m3": 16}  # {format of scales: number of dims tha
 # bfloat16 for every E4M3 scale, and for E8M0 scales from 2**-68 to 2**65.
 SHIFTS = {"e8m0": 64, "e4m3": 10}
 MAX_E8M0 = 127 + 65  # bits of the largest E8M0 scale of keys in bfloat16; larger scales are replaced by this scale
-# The E4M3 values of MXFP4 keys and queries are 2**TOP times the values in units of the largest scale. The largest code,
-# 6, becomes 384, which is in E4M3's range up to 448.
+# To convert MXFP4 keys and queries to E4M3, values are divided by the largest scale and multiplied by 2**TOP. The
+# largest code, 6, becomes 384, which is in E4M3's range up to 448.
 TOP = 6
 NEAR = 2  # maximum number of binades between a key's scales for which E4M3 products are exact enough, see above
 
@@ -195,7 +195,7 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     operands = []
 
     def add_copies(target, source, size, offset):
-        """Adds copies of bytes of the thread's two keys, from byte `offset` of a key's `size` bytes on."""
+        """Adds code that copies up to 16 of the `size` bytes of each of the thread's two keys, from `offset` on."""
         number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
         for row in rows:
@@ -385,7 +385,7 @@ def _emit_unpack_e4m3(tile, far):
 
 @primitive
 def any_set(words: jax.Array, bits: jax.Array) -> jax.Array:
-    """Returns, as a bool scalar, whether any bit of the mask `bits` is set in any of the words `words`.
+    """Returns a bool scalar: whether at least one of the words has at least one bit of the mask `bits` set.
 
     `words` is [128] int32 in layout PER_THREAD, and `bits` is an int32 scalar.
     """

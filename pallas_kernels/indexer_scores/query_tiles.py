@@ -149,7 +149,7 @@ def _emit_hadamard(x):
 
 @primitive
 def block_largest(x: jax.Array, *, block: int) -> jax.Array:
-    """Returns a tile in which each value is the largest magnitude in its block of `block` dims, 16 or 32."""
+    """Replaces each value of a tile by the largest magnitude in the value's block of `block` dims, 16 or 32."""
     blocks = jnp.abs(x).reshape(HEADS, -1, block)
     return jnp.broadcast_to(jnp.max(blocks, axis=2, keepdims=True), blocks.shape).reshape(x.shape)
 

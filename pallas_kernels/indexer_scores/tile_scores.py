@@ -84,7 +84,7 @@ def _score_mosaic(keys, *, queries, weights, token, tokens, out, row, first, blo
 
 @primitive
 def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, out, row, first, block, factor) -> None:
-    """Scores the MXFP4 keys with scales far apart a second time, as bfloat16 with float32 sums.
+    """Scores MXFP4 keys again if their scales are far apart. Multiplies them as bfloat16 with float32 sums.
 
     If a key of a warp has scales more than NEAR binades apart, all 16 keys of the warp are scored, for all tokens of
     the chunk.
@@ -201,7 +201,7 @@ def _far_sums(keys, queries, weights, token):
 
 
 def _add_up(dots, weights, head, sums):
-    """Emits `sums` plus the sum over a thread's heads of 2 * relu(dot) * head weight, for the thread's two keys.
+    """Emits code that adds 2 * relu(dot) * head weight, for each of a thread's heads, to the sums of its two keys.
 
     Args:
       dots: float32 values of a thread in the layout of `wgmma` accumulators [64 keys, heads]: for every 8 heads, two
@@ -211,7 +211,7 @@ def _add_up(dots, weights, head, sums):
       sums: float32 sums of the first and of the second key so far.
 
     Returns:
-      The two new sums. `_store` takes out the factor 2.
+      The two new sums, twice the sums of relu(dot) * head weight. `_store` halves them.
     """
     weight_index = head + ((thread_ops.lane() & 3) << 1)
     sums = list(sums)
@@ -231,8 +231,8 @@ def _add_up(dots, weights, head, sums):
 def _store(sums, largest, out, row, first, block, factor):
     """Emits code that adds up sums over the four lanes that share two keys, and stores them times `factor / 2`.
 
-    `sums` are from `_add_up`. `largest` are the E8M0 bits of the largest scales of the thread's two keys, by which the
-    keys' scores are also multiplied; None for no scales. The other arguments are as in `score`.
+    `sums` are from `_add_up`. `largest` are the E8M0 bits of the largest scale of each of the thread's two keys. If
+    `largest` is not None, the score of a key is also multiplied by this scale. The other arguments are as in `score`.
     """
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))

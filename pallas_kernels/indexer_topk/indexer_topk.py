@@ -153,7 +153,7 @@ def _count_scores(radix, chunks):
     A row of at most k scores needs no search. `radix.found(0)` then returns zeros.
 
     Args:
-      radix: the steps of the row's selection.
+      radix: the `RadixSelect` of the row.
       chunks: int32 scalar, number of chunks of scores that a thread loads.
 
     Returns:
@@ -187,7 +187,7 @@ def _list_candidates(radix, scores, low, chunks):
     """Lists the scores of the row whose keys are at least `low`, as candidates.
 
     Args:
-      radix: the steps of the row's selection.
+      radix: the `RadixSelect` of the row.
       scores: scores of chunk 0, from `radix.load`.
       low: int32 scalar, smallest key to list.
       chunks: int32 scalar, number of chunks.

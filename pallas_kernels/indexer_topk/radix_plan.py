@@ -31,7 +31,7 @@ class RadixPlan:
     blocks: int  # number of blocks in the cluster that shares a row
     warpgroups: int  # number of warpgroups in a block
     values: int  # number of scores that a thread holds at a time; a multiple of 4, at most 32
-    chunks: int = 1  # number of chunks of `values` scores that a thread loads of a row of maximum length
+    chunks: int = 1  # number of chunks of `values` scores that a thread loads if the row has the maximum length
 
     @classmethod
     def for_rows(cls, rows: int, entries: int, k: int) -> "RadixPlan":
@@ -106,18 +106,18 @@ class RadixPlan:
         return types.SimpleNamespace(**dict(zip((*sizes, "end"), first_words, strict=True)))
 
     def counts(self, number: int) -> int:
-        """Returns the index of the first word of this block's histogram of the pass with index `number`."""
+        """Returns the index of the word at which this block's histogram for pass `number` begins."""
         return self.offsets.counts + number * BINS
 
     def cluster_counts(self, number: int) -> int:
-        """Returns the index of the first word of the cluster's histogram of the pass with index `number`.
+        """Returns the index of the word at which the cluster's histogram for pass `number` begins.
 
         In a cluster of one block, this is the block's histogram.
         """
         return self.offsets.cluster_counts + number * BINS if self.blocks > 1 else self.counts(number)
 
     def results(self, number: int) -> int:
-        """Returns the index of the first word of the result of the pass with index `number`."""
+        """Returns the index of the word at which the result of pass `number` begins."""
         return self.offsets.results + number * RESULT
 
     @property

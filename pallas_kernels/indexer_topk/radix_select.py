@@ -62,7 +62,7 @@ def _for_thread(emit=None, *, returns: Any = None) -> Any:
 
 @pytree_dataclass
 class RadixSelect:
-    """The steps of one row's selection; every warpgroup of the cluster calls them.
+    """The steps that select the entries of one row. Every warpgroup of the cluster calls each step.
 
     A method with the decorator `_for_thread` is code for one thread. In such a method, the object's fields and the
     arguments are MLIR values, as `ops.inline` passes them.
@@ -77,13 +77,13 @@ class RadixSelect:
     block: Any  # int32 scalar, index of the block in the cluster
     warpgroup: Any  # int32 scalar, index of the warpgroup in the block
     length: Any  # int32 scalar, number of scores of the row to select from
-    alone: Any  # bool scalar, whether there are several blocks, but block 0 alone processes this short row
+    alone: Any  # bool scalar, whether block 0 of several blocks processes the row alone, because the row is short
     steps: Any  # int32 scalar, number of loads, of 128 scores each, that a warp needs for its part of the row
     first: Any  # int32 scalar, index of the block's first entry in the row
 
     @classmethod
     def of_row(cls, plan: RadixPlan, scores, lengths, out, *, memory, candidates) -> "RadixSelect":
-        """Returns the steps for the row of this block.
+        """Returns the `RadixSelect` for the row that this block works on.
 
         `scores`, `lengths` ([T] int32) and `out` are references in global memory, `memory` and `candidates` in shared
         memory.
@@ -222,7 +222,7 @@ class RadixSelect:
 
     @_for_thread(returns=_PER_THREAD)
     def append(self, count, scores, low, chunk):
-        """Appends to each thread's list the thread's scores of one more chunk whose keys are at least `low`.
+        """Appends the scores of one more chunk whose keys are at least `low` to the list of the thread that has them.
 
         The list holds scores and their indices, `chunk * values + i` for score i of a chunk. If the scores do not fit
         into the thread's slots, the word that `overflowed` reads is set.
@@ -272,9 +272,8 @@ class RadixSelect:
     def _each_candidate(self, kept, visit):
         """Calls `visit(bits, number, nth)` for each candidate in this thread's list.
 
-        `bits` are the bits of the score. If `kept` lists one chunk, `number` is the index of the score among the
-        thread's scores of this chunk, otherwise among the thread's scores of all chunks. `nth` is the index of the
-        candidate among the candidates of the thread.
+        `bits` are the bits of the score. `number` is the index of the score among the scores that the thread has
+        loaded: of the chunk that `kept` lists, or of all chunks. `nth` is the index of the candidate in the list.
         """
         slots = ops.shared(self.candidates, ops.thread())
         stride = 4 * self.plan.threads
@@ -357,9 +356,10 @@ class RadixSelect:
 
     @_for_thread
     def total_shared_marks(self, low, width):
-        """Stores for `write` how many entries each block marks in `mark(.., low, width)`.
+        """Counts the entries that each block marks when it calls `mark(.., low, width)`. `write` reads the counts.
 
-        The entries are counted in the lists that the blocks have sent to each other, so that no block has to wait.
+        The blocks have sent their candidates to each other. So this block counts the marks of all blocks without
+        waiting for the other blocks.
         """
 
         def add_mark(key, so_far):
@@ -486,9 +486,9 @@ class RadixSelect:
         """Returns the result of `find` in a pass, as int32 scalars.
 
         Returns:
-          (digit_plus_1, rank, spare). The digit is that of the key that `find` searched. `rank` is the rank of this key
-          among the keys with the digit, and `spare` the number of keys with the digit and a larger rank. All three are
-          0 if the pass was skipped, or if fewer keys were counted than the rank that was searched.
+          (digit_plus_1, rank, spare). The digit is that of the key that `find` searched for. Among the keys with this
+          digit, `rank` is the rank of the key, and `spare` the number of keys with a larger rank. All three results are
+          0 if the pass was skipped, or if fewer keys were counted than the rank that was searched for.
         """
         result = self.plan.results(number)
         return self.memory[result], self.memory[result + 1], self.memory[result + 2]
@@ -630,7 +630,7 @@ class RadixSelect:
             ops.loop(ops.count_bits(above_bits | selected_ties), write_lowest_bit, above_bits | selected_ties)
 
     def _pad(self, first):
-        """Fills the rest of the result's row with -1. `first` is the index of the first element that a thread fills."""
+        """Fills the rest of the result's row with -1. `first` is the index of the first element for this thread."""
         plan = self.plan
 
         def pad(i):

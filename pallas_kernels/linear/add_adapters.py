@@ -1,4 +1,6 @@
-"""Products of low-rank adapters (LoRA) for few tokens: y[t, m] + sum_k up[m, k] * inner[t, k] of the token's adapter.
+"""Products of low-rank adapters (LoRA) for few tokens: y[t, m] + sum_k up[m, k] * inner[t, k].
+
+The sum runs over the values k that belong to the token's adapter.
 
 All maps of one input take one launch. A block adds the products of 64 or 128 channels of a map. It copies its rows of
 `up`, its columns of `y`, and `inner` to shared memory, and replaces the values of `inner` that do not belong to a
@@ -28,7 +30,8 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 MAX_TOKENS = 64  # number of rows of an accumulator
 TOKENS = 8  # the number of tokens is a multiple of this number
 CHANNELS = 64  # number of channels of a block
-MAX_BLOCKS = 3 * MULTIPROCESSORS  # if there were more, and 128 divides all groups, a block gets 128 channels
+# Maximum number of blocks with 64 channels each. Otherwise blocks have 128 channels, if 128 divides every group.
+MAX_BLOCKS = 3 * MULTIPROCESSORS
 RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
 _FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 

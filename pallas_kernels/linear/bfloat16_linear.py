@@ -37,7 +37,7 @@ STEP = 256  # number of columns of a stage
 MAX_TOKENS = 64
 TOKENS = 8  # the number of columns of a `wgmma` is a multiple of this number
 STAGING_BYTES = SHARED_BYTES - (18 << 10)  # shared memory for stages and the inbox of `SumExchange`
-MAX_SPLITS = 8  # number of blocks of a cluster that every Hopper GPU supports
+MAX_SPLITS = 8  # maximum number of blocks of a cluster that every Hopper GPU supports
 # Indices of warpgroups.
 MULTIPLY = 0
 LOAD = 1
@@ -116,8 +116,9 @@ def bfloat16_linear(
 def _splits(tiles, steps):
     """Returns the number of blocks that split the columns of a tile.
 
-    The number is the largest power of two, up to 8, with which all blocks run at once and each multiplies at least one
-    stage. Other numbers are left out, because three blocks took longer than two.
+    The number is the largest power of two, up to 8, with which there is at most one block per multiprocessor, and each
+    block multiplies at least one stage of a tile. Other numbers are left out, because three blocks took longer than
+    two.
 
     Args:
       tiles: number of tiles.

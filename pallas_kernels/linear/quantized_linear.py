@@ -39,7 +39,7 @@ MAX_NORMED_TOKENS = 16  # maximum number of tokens with a norm; registers do not
 FEW_TOKENS = 16  # number of tokens for which `Config.choose` chooses the number of blocks of a cluster
 MIN_STAGES = 8  # smallest number of stages: two for each warpgroup that multiplies
 SPLITS = (1, 2, 4)  # numbers of blocks that a cluster can have
-OTHER_BYTES = 2048  # bytes of shared memory for everything but stages, inputs, sums and the inbox of `SumExchange`
+OTHER_BYTES = 2048  # bytes of shared memory that neither `SkinnyGemm.stages` nor `SumExchange.num_bytes` counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Config:
 def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
     """Yields the configs with which at least `MIN_STAGES` stages fit into shared memory.
 
-    Configs with a place for each warpgroup's sums come first, then those with one place. Either kind is ordered from
-    large stages to small ones.
+    Configs in which each warpgroup has a place for its partial sums come first. Then come configs in which all
+    warpgroups add to one place. Both kinds are ordered from large stages to small stages.
     """
     matrices = tuple((layout, p.depth // splits) for layout, _ in p.matrices)
     fewest = max(layout.min_segments for layout, _ in matrices)
@@ -102,9 +102,9 @@ def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
 
 
 def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
-    """Returns the smallest number of columns that a block can multiply: four of the smallest steps.
+    """Returns the smallest number of columns that a block can multiply: one smallest step for each of four warpgroups.
 
-    With FP8 in blocks of 32 x 32 values, one such step is enough. All matrices have equally many columns.
+    With FP8 in blocks of 32 x 32 values, a single step is enough. All matrices have the same number of columns.
 
     Args:
       matrices: (layout, number that is not used) of each matrix.
@@ -237,13 +237,13 @@ class QuantizedLinearProblem:
         return OTHER_BYTES + self.exchange.num_bytes
 
     def first_tile(self, worker):
-        """Returns the index of the first tile of cluster `worker`; both are ints or int32 scalars.
+        """Returns the index of the first tile of cluster `worker`. Takes and returns an int or an int32 scalar.
 
-        The ranges of all clusters have equally many bytes of weights, up to a part of a tile.
+        Tiles are divided so that all clusters read about the same number of bytes of weights.
         """
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
-        # The size of all tiles of the preceding clusters, in units of a tile with one bit per weight.
+        # The size of the tiles of all preceding clusters. The unit is the size of a tile with one bit per weight.
         begin = divide(worker * sum(bits), np.int32(self.config.workers))
         tile = 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):
@@ -282,8 +282,8 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
         # No kernel writes the weights, so the loading warpgroup starts while the previous kernel ends.
         pl.when(warpgroup != LOAD)(wait_for_inputs)
     else:
-        # A kernel that still runs may have yet to write the layer's index. Because of programmatic dependent launch,
-        # this need not be the previous kernel: each kernel lets its successor start before it waits for its own inputs.
+        # The kernel that writes the layer's index may still run, even if it is not the previous kernel. With
+        # programmatic dependent launch, each kernel lets the next one start before it waits for its own inputs.
         wait_for_inputs()
     weights_gmem, norm_gmem = weights_of_layer((weights_gmem, norm_gmem), layer_gmem)
     store = functools.partial(_store, p, outs_gmem)

@@ -24,8 +24,7 @@ class LinearSpec:
     Attributes:
       output_sizes: number of rows of each output; they sum to the rows of all weights. None means one output.
       output_dtype: dtype of all outputs, or a tuple with the dtype of each. Sums are in float32.
-      num_groups: number of diagonal blocks: the g-th share of the weight's rows multiplies the g-th share of the input
-        channels.
+      num_groups: number of equal groups of the weight's rows. Group g multiplies the g-th share of the input channels.
     """
 
     output_sizes: tuple[int, ...] | None = None

@@ -22,7 +22,7 @@ from pallas_kernels.runtime.launch import interpreting
 
 @dataclasses.dataclass(frozen=True)
 class SumExchange:
-    """Static description of an exchange. Within a kernel, `start` adds its references."""
+    """Static description of an exchange. Within a kernel, `start` adds the references `inbox` and `inbox_full`."""
 
     splits: int  # number of blocks of a cluster, along the cluster's axis "split"
     tiles: int  # largest number of tiles of a cluster
@@ -70,8 +70,8 @@ class SumExchange:
     def start(self, scratch: tuple[Any, Any], outs_gmem) -> "SumExchange":
         """Initializes the exchange within a kernel, and returns a copy of it that holds the kernel's references.
 
-        All warpgroups call it, and then call `barriers.wait_cluster` once. The warpgroup that sends sums has to call
-        `wait_cluster` before it sends any, and `send` does this for tile 0.
+        All warpgroups call `start`, then `barriers.wait_cluster` once. In the warpgroup that sends sums, `send` calls
+        `wait_cluster` before it sends the sums of tile 0.
 
         Args:
           scratch: references to the scratch of `types`.

@@ -38,8 +38,10 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 STAGING_BYTES = SHARED_BYTES - (1 << 10)  # bytes of shared memory for stages, scales and the epilogue's staging
 MAX_STAGES = 8
-MAX_WIDE = 80  # largest number of inputs of a tile with which three stages of 128 bytes a row fit
-MAX_CODES_RING = 224  # largest number of inputs of a tile with which three stages fit beside a separate ring of codes
+# With up to this number of inputs, FP4 steps have 128 bytes of each row. Shared memory then has room for three stages.
+MAX_WIDE = 80
+# With up to this number of inputs, codes may have a separate ring. Shared memory then has room for three stages.
+MAX_CODES_RING = 224
 SCALES_STAGES = 3
 CODES_STAGES = 2  # number of stages of the separate ring of codes
 # {number of multiplying warpgroups: (registers of a loading thread, registers of a multiplying thread)}. The sum over
@@ -48,12 +50,12 @@ REGISTERS = {2: (40, 232), 4: (24, 112)}
 
 
 class OutputTile(NamedTuple):
-    """The place of a tile's operands, as int32 indices."""
+    """The location of an output tile's weights and inputs in global memory, as int32 indices."""
 
-    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, which the up projection's matrix follows
+    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, and the up projection's is the next
     row: Any  # index of the tile's first row in the matrix
     input: Any  # index of the tile's first input, a row of the array of inputs; a multiple of 8
-    column: Any = 0  # index of the first column of the array of inputs
+    column: Any = 0  # index of the tile's first column in the array of inputs
 
 
 class Operands(NamedTuple):
@@ -105,7 +107,7 @@ class DequantGemm:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a tile."""
+        """The number of weight rows in a tile."""
         return ROWS * self.warpgroups
 
     @property
@@ -115,18 +117,18 @@ class DequantGemm:
 
     @property
     def step_bytes(self) -> int:
-        """The number of bytes of a weight row in a step.
+        """The number of bytes of each weight row that one step multiplies.
 
         Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64.
-        Shared memory has room for steps of 128 bytes only if a tile has few inputs. A row has a whole number of steps,
-        so FP4 rows whose size is not a multiple of 64 or 128 bytes have shorter steps.
+        Shared memory has room for FP4 steps of 128 bytes only if a tile has few inputs. A row has a whole number of
+        steps, so steps are shorter if the size of a row is not a multiple of 128 or 64 bytes.
         """
         most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
         return math.gcd(most, self.depth * self.layout.bits // 8)
 
     @property
     def code_steps(self) -> int:
-        """The number of steps whose codes one copy brings; if it is 2, codes have a separate ring."""
+        """The number of steps for which one copy brings the codes, 1 or 2. With 2, codes have a separate ring."""
         has_ring = self.layout.bits == 4 and MAX_WIDE < self.inputs <= MAX_CODES_RING
         return 2 if has_ring and self.steps % 2 == 0 else 1
 
@@ -151,7 +153,7 @@ class DequantGemm:
 
     @property
     def scale_steps(self) -> int:
-        """The number of steps whose FP4 scales one copy brings."""
+        """The number of steps for which one copy brings FP4's scales."""
         return self.scales * 32 // self.step_columns
 
     @property
@@ -209,7 +211,7 @@ class DequantGemm:
     def run(self, warpgroup: jax.Array, operands: Operands, refs: DequantScratch) -> None:
         """Multiplies all tiles of the block, and passes their sums to `operands.finish`.
 
-        Every warpgroup of the block calls it with its index in the block.
+        Every warpgroup of the block calls this method, with its index in the block.
         """
         load_registers, multiply_registers = REGISTERS[self.warpgroups]
 
@@ -347,7 +349,7 @@ def _fp8_scales(gemm, operands, tile, step, warpgroup):
 
 
 def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
-    """Does the work of `_fp8_scales` for blocks of 32 x 32 values. `column` is the index of the step's first block."""
+    """Does the work of `_fp8_scales` for blocks of 32 x 32 values. `column` is the step's first block of columns."""
     last = operands.scales_gmem.shape[1] - 1
     first = lax.div(tile.row, HALF)
     halves = [(tile.matrix, first + 2 * warpgroup), (tile.matrix, first + 2 * warpgroup + 1)]

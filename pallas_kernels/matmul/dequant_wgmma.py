@@ -3,10 +3,10 @@
 A tile of weights is 32, 64 or 128 bytes of each row, in shared memory. A thread unpacks weights of the two rows that it
 multiplies:
 
-  * FP8: the weights of the columns that `wgmma` expects in the thread, in order.
-  * FP4: four consecutive bytes of every 16 bytes of a row, which are 8 columns with one scale. `wgmma` expects other
-    columns in the thread, so the columns of the inputs are reordered like those of the weights, see `permute_columns`.
-  * bfloat16: weights are loaded by `ldmatrix` without any unpacking.
+  * FP8: the columns that `wgmma` expects in the thread.
+  * FP4: four consecutive bytes of every 16 bytes of a row. These are 8 columns with one scale, but `wgmma` expects
+    other columns in the thread. Therefore the columns of the inputs are permuted in the same way (`permute_columns`).
+  * bfloat16: the columns that `wgmma` expects, which `ldmatrix` loads; there is nothing to unpack.
 """
 
 import math
@@ -31,14 +31,14 @@ CHUNK = 64  # number of columns of `wgmma`'s operands in shared memory
 
 
 def code_transforms(layout: WeightLayout, row_bytes: int) -> tuple[Any, ...]:
-    """Returns the transforms of a tile in shared memory that holds `row_bytes` bytes of codes of each row."""
+    """Returns the tiling and the swizzle of weights in shared memory, for `row_bytes` bytes of each row."""
     return plgpu.TilingTransform((8, layout.elements(layout.columns(row_bytes)))), plgpu.SwizzleTransform(row_bytes)
 
 
 def permute_columns(x: jax.Array) -> jax.Array:
-    """Reorders each 32 columns of inputs x [.., columns] to the order in which FP4 weights are unpacked."""
-    # 32 columns are split into the axes (thread of four, with 8 columns each; half of a word; k step of 16 columns;
-    # half of the step), which are then reordered to (k step, half of the step, thread, half of a word).
+    """Reorders the columns of inputs x [.., columns], in groups of 32, to the order of unpacked FP4 weights."""
+    # The axes of 32 columns are (thread of four, half of a word, k step of 16 columns, half of the step). They are
+    # reordered to (k step, half of the step, thread, half of a word).
     *lead, columns = x.shape
     parts = x.reshape(*lead, columns // 32, 4, 2, 2, 2)
     order = [len(lead) + i for i in (0, 3, 4, 1, 2)]
@@ -59,13 +59,13 @@ def multiply_tile(
       acc: [64, N] float32 sums to add to.
       codes_smem: [1, R, n], or if gated [2, R / 2, n], weights or codes. A row of bfloat16 has 128 bytes. If the codes
         have twice as many columns as `inputs_smem`, they are two consecutive tiles, of which `scale_at` selects one.
-      scales_smem: for FP4 [1 or if gated 2, lines, scales of a line] uint8, with 16, 8 or all scales of each row, one
-        for 32 columns; otherwise None.
+      scales_smem: None unless the weights are FP4. FP4: [1, lines, scales of a line] uint8, or if gated [2, ..], with
+        16, 8 or all scales of each row. A scale is for 32 columns.
       scale_at: int32 scalar, one of these:
         * FP4: index of the tile's first scale among the scales of a row in `scales_smem`.
         * FP8: the tile's scale; if gated, the gate's scale plus 256 times the up projection's scale.
-        * FP8 with blocks of 32 x 32 values: a byte for each block. The two low bytes are for the two blocks of columns
-          of the warpgroup's first 32 rows, the two high bytes for those of its other 32 rows.
+        * FP8 with blocks of 32 x 32 values: four bytes, one for each block. The two low bytes are for the two blocks in
+          the warpgroup's first 32 rows, from left to right. The two high bytes are for those in its other 32 rows.
         * bfloat16: not used.
       inputs_smem: [N, columns] bfloat16 with `TRANSFORMS`.
       warpgroup: int32 scalar, index w of this warpgroup.
@@ -118,11 +118,11 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             part = (lane >> 4) << 4
         line = (thread >> 5) * (8 if gated else 16) + row
         line = line + warpgroup * (HALF if gated else ROWS)  # index of the thread's first row in the tile
-        # The swizzle permutes the 16-byte pieces of a row: a piece's index is XORed with that of the 128-byte line.
+        # The swizzle permutes 16-byte pieces: a piece's index in a row is XORed with the index of its 128-byte line.
         swizzle = ((line * row_bytes) >> 7) & (row_bytes // 16 - 1)
         if layout.columns(row_bytes) > chunks * CHUNK:
-            # `codes` holds two tiles. A scale belongs to 16 bytes, so `scale_at`, the index of the tile's first scale,
-            # gives the tile's first byte.
+            # `codes` holds two tiles side by side. A scale belongs to 16 bytes of a row, so the tile's first byte in
+            # a row is 16 times `scale_at`, the index of the tile's first scale.
             part = part ^ ((scale_at << 4) & (row_bytes - 1))
         place = thread_ops.shared(codes) + line * row_bytes + ((swizzle << 4) ^ part)
         # `row_scales` is the argument `scales` of the unpacker, for the two rows of this thread.
@@ -207,7 +207,7 @@ def _fp8_unpacker(place, other, scales):
             for half in range(2):
                 low = _load(step_place, half * other, "u16")  # columns 2j and 2j + 1 of thread j of a quad
                 high = _load(step_place, half * other + 8, "u16")  # columns 2j + 8 and 2j + 9
-                # Bytes 0 and 2 are the low columns, bytes 1 and 3 the high ones, because `e4m3_pairs` pairs them so.
+                # `e4m3_pairs` pairs bytes 0 and 2, here the codes in `low`, and bytes 1 and 3, the codes in `high`.
                 word = _permute_bytes(low, high, 0x5140)
                 for pair, x in enumerate(e4m3_pairs(word)):
                     steps[step][2 * pair + half] = multiply(x, factors[half][step * len(factors[half]) // 4])
@@ -220,7 +220,7 @@ def _fp4_unpacker(place, other, scales):
     """Returns a function that unpacks a chunk of FP4 weights, see `_fp8_unpacker`.
 
     `scales` is (address, distance, kind): the address of the first scale of the thread's first row, the distance in
-    bytes from there to the first scale of its second row, and the type of a load of scales.
+    bytes to the first scale of the thread's second row, and the PTX type of a load of scales, "u16" or "u32".
     """
     scale_place, other_scales, kind = scales
 

@@ -22,8 +22,9 @@ HALF = ROWS // 2  # number of rows of each half of a tile; the halves may lie ap
 SEGMENT = 64  # number of bytes of a row that four threads share
 SHIFT = 32  # unpacked weights are 2**-SHIFT times their values
 SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
-# The minimum size of a bulk copy, in bytes. A copy of FP4's scales brings 16 of one row, or if a row has 8, the 16 of
-# two rows. If a row has neither 8 scales nor a multiple of 16, one copy brings all scales of 32 rows or more.
+# The minimum size of a bulk copy, in bytes, and so the number of FP4 scales that a copy brings of each row. If rows
+# have 8 scales, it brings the 16 scales of two rows. If the number of scales of a row is neither 8 nor a multiple of
+# 16, one copy brings all scales of at least 32 rows.
 SCALE_BYTES = 16
 
 
@@ -43,12 +44,12 @@ class WeightLayout:
         return self.bits == 8 and self.block == HALF
 
     def copies_all_scales(self, columns: int) -> bool:
-        """Whether one copy brings all FP4 scales of rows of this number of columns."""
+        """Whether one copy brings all FP4 scales of a tile, if the rows have this number of columns."""
         scales = columns // 32
         return self.bits == 4 and scales != SCALE_BYTES // 2 and scales % SCALE_BYTES > 0
 
     def scale_line(self, columns: int) -> int:
-        """Returns the number of scales in a line of the array [lines, scales] from which FP4's scales are copied.
+        """Returns the number of scales in a line. FP4's scales are copied from an array [lines, scales of a line].
 
         A copy brings at most 256 lines, so a line may hold the scales of several weight rows.
         """
@@ -63,7 +64,7 @@ class WeightLayout:
 
     @property
     def min_segments(self) -> int:
-        """The number of segments that are multiplied together: bfloat16 needs two for the 64 columns of FP8's order."""
+        """The number of segments that are multiplied together. Two of bfloat16 have 64 columns, like one of FP8."""
         return 2 if self.bits == 16 else 1
 
     @property
@@ -76,7 +77,7 @@ class WeightLayout:
         return 8 * num_bytes // self.bits
 
     def elements(self, columns):
-        """Returns the number of elements of `dtype` in `columns` columns, both ints or int32 scalars."""
+        """Returns the number of elements of `dtype` in `columns` columns. Takes and returns an int or int32 scalar."""
         return columns // 2 if self.bits == 4 else columns
 
 
@@ -113,5 +114,5 @@ def interleave_halves(sums: jax.Array) -> jax.Array:
 
 
 def power_pair(exponent: U32) -> U32:
-    """Returns a word of two equal bfloat16 powers of two with the biased exponent min(exponent, 254)."""
+    """Returns a word of two equal bfloat16: the power of two whose biased exponent is min(exponent, 254)."""
     return U32(arith.minsi(exponent.value, mlir.i32(254))) * 0x00800080

@@ -63,7 +63,7 @@ def rank_pairs(chosen: jax.Array, experts: int) -> tuple[jax.Array, ...]:
 
 @primitive
 def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_smem) -> None:
-    """Groups pairs by expert, in ascending order of experts and pairs. Threads 0 .. 127 of a block run it.
+    """Groups pairs by expert, in ascending order of experts and pairs. Threads 0 .. 127 of a block call this function.
 
     Args:
       selected_gmem: [P] int32, the expert of each pair. A pair whose expert is not in 0 .. experts - 1 gets no group.
@@ -91,8 +91,8 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     num_counts = counts_gmem.type.shape[0]
     padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
     ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-    # [warps, padded] number of each warp's pairs of each expert. `_fill_groups` replaces it by the number of the
-    # expert's pairs in the lower warps.
+    # [warps, padded] number of each warp's pairs of each expert. `_fill_groups` replaces this number by the number of
+    # the expert's pairs in warps with lower indices.
     sizes = ops.shared(scratch_smem)
     first_groups = sizes + 4 * _WARPS * padded  # [padded] index of each expert's first group
     sums = first_groups + 4 * padded  # [warps] number of groups of each warp's experts
@@ -127,10 +127,10 @@ class _Ids(NamedTuple):
 
 
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
-    """Returns the rank of this thread's pair in turn `turn`, and adds the pair to its expert's word of `own_sizes`.
+    """Returns the rank of this thread's pair in turn `turn` among pairs of the same expert, and counts the pair.
 
-    A warp ranks `turns * 32` consecutive pairs, 32 of them in each turn. Address `own_sizes` holds a word for each
-    expert: the number of the warp's pairs with this expert in earlier turns.
+    A warp ranks `turns * 32` consecutive pairs, 32 of them in each turn. Address `own_sizes` holds the counts, a word
+    for each expert: the number of the warp's pairs with this expert in earlier turns.
 
     Returns:
       (pair, expert, rank, inside). `pair` is the index of the pair. `rank` is the number of the warp's earlier pairs of
@@ -151,7 +151,7 @@ def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
 
 
 def _fill_groups(ids, sizes, padded, i):
-    """Replaces each warp's number of pairs of an expert by the number of the expert's pairs in the lower warps.
+    """Replaces each warp's number of pairs of an expert by the sum of this number over the warps with lower indices.
 
     Args:
       ids: indices of the thread.
@@ -173,7 +173,7 @@ def _fill_groups(ids, sizes, padded, i):
 
 
 def _start_groups(ids, filled, first_groups, sums):
-    """Stores the index of the first group of each of a thread's experts at address `first_groups`.
+    """Stores the index of each expert's first group at address `first_groups`. A thread does this for its experts.
 
     `filled` lists the number of groups of each of the thread's experts. `sums` is the address of scratch memory, a word
     for each warp. Returns the number of groups of all experts.

@@ -11,8 +11,8 @@ of a ring in shared memory. The inputs stay in shared memory.
     5           epilogue    adds a tile's four partial sums in order and    sums_full       sums_empty
                             finishes the tile
 
-A matrix of short rows has too few steps for four warpgroups. Then a tile has 256 rows (`Product.whole_rows`), each
-warpgroup multiplies whole rows of a quarter of it, and nothing is added up.
+A matrix of short rows has too few steps for four warpgroups. Its tiles have 256 rows (`Product.whole_rows`). Each
+warpgroup multiplies 64 whole rows of a tile, so there are no partial sums to add.
 
 FP4's scales are copied with the codes of a stage if bulk copies can address them. Otherwise all scales of a tile are
 copied together to a separate ring, with the barriers tile_scales_empty and tile_scales_full.
@@ -46,7 +46,7 @@ EPILOGUE = MULTIPLIERS + 1  # LOAD and EPILOGUE are indices of warpgroups
 WARPGROUPS = MULTIPLIERS + 2  # number of warpgroups of a block
 STAGING_BYTES = SHARED_BYTES - (2 << 10)  # shared memory of a block for stages, inputs, sums and the caller's arrays
 MAX_STAGES = 32
-TILE_SCALES_BYTES = 8 << 10  # shared memory for FP4 scales of whole tiles; more if two tiles need more
+TILE_SCALES_BYTES = 8 << 10  # bytes of shared memory for FP4 scales of whole tiles; more if two tiles need more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Product:
     tiles: jax.Array  # int32 scalar, number of tiles
     depth: int  # number of columns that this block multiplies
     first_column: jax.Array | int  # index of the first of these columns
-    gated: bool  # whether row i of a tile's first half and row i of its second half are passed to one thread's `finish`
+    gated: bool  # whether one thread gets the sums of row i of a tile's first half and of row i of its second half
     # Maps the index of a tile to the first row index of each half. A half is 32 consecutive rows of the matrix. With
     # `whole_rows`, the halves are those of the first 64 rows.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
@@ -105,7 +105,7 @@ class SkinnyScratch(NamedTuple):
     inputs_smem: Any  # [tokens / 8, columns / 32, 8, 32] bfloat16, in the order of `skinny_prologue.load_inputs`
     sums_full: Any  # a barrier for each slot of `sums_smem`
     inputs_ready: Any  # one barrier at which the multiplying warpgroups meet
-    scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4; None if no matrix has scales that are copied with codes
+    scales_smem: Any  # [stages, 64, 16] uint8 scales of FP4 that are copied with codes; None if there are none
     # [slots, places, 64 * tokens] float32 (interpreted, [.., 64, tokens]). A slot holds the sums of one tile. It has a
     # place for the (partial) sums of each warpgroup, or a single place to which all warpgroups add.
     sums_smem: Any
@@ -122,7 +122,7 @@ class SkinnyScratch(NamedTuple):
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
 
     def codes(self, layout: WeightLayout, columns: int):
-        """Returns the array of `codes_smem` for stages of this number of columns."""
+        """Returns the array of `codes_smem` whose stages have `columns` columns of weights in this layout."""
         row = layout.dtype, layout.elements(columns)
         return next(ref for ref in self.codes_smem if (ref.dtype, ref.shape[2]) == row)
 
@@ -142,12 +142,12 @@ class SkinnyGemm:
 
     @property
     def depth(self) -> int:
-        """The largest number of columns of a matrix, rounded up to whole steps."""
+        """The number of columns of the widest matrix, rounded up to whole steps."""
         return max((*self.short_rows, *(self.padded(*matrix) for matrix in self.matrices)))
 
     @property
     def row_bytes(self) -> dict[tuple[jnp.dtype, int], int]:
-        """{(dtype, number of elements) of a stage's rows: number of their bytes}, for every kind of stage."""
+        """{(dtype, number of elements) of a row of a stage: number of bytes of the row}, for every kind of stage."""
         columns = [(layout, self.segments * layout.segment) for layout, _ in self.matrices]
         columns += [(FP4, self.row_columns(depth)) for depth in self.short_rows]
         rows = [(layout.dtype, layout.elements(count)) for layout, count in columns]
@@ -155,7 +155,7 @@ class SkinnyGemm:
 
     @property
     def stage_bytes(self) -> int:
-        """The number of bytes of a stage's weights: 64 rows of any kind, and a whole number of rows of every kind."""
+        """The number of bytes of a stage's weights: at least 64 rows, and a multiple of each number in `row_bytes`."""
         sizes = self.row_bytes.values()
         unit = math.lcm(*sizes)
         return -(-ROWS * max(sizes) // unit) * unit
@@ -166,7 +166,7 @@ class SkinnyGemm:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether there is a matrix whose tiles have a number of steps that four does not divide."""
+        """Whether, for at least one matrix, the number of steps of a tile is not a multiple of four."""
         steps = (self.padded(*matrix) // (self.step_segments * matrix[0].segment) for matrix in self.matrices)
         return any(count % MULTIPLIERS for count in steps)
 
@@ -204,9 +204,10 @@ class SkinnyGemm:
         return StageFormat(layout, gated, self.step_segments, row_scales, has_tiles)
 
     def row_columns(self, depth: int) -> int:
-        """Returns the number of columns of a stage of `short_rows`: the largest equal part of a row that fits a stage.
+        """Returns the number of columns of a stage for a matrix in `short_rows` with `depth` columns.
 
-        A part is a multiple of half a segment.
+        A row is divided into equal parts, one for each stage. A part is as large as fits into a stage, and a multiple
+        of half a segment.
         """
         half_segment = FP4.segment // 2
         halves = depth // half_segment
@@ -232,7 +233,7 @@ class SkinnyGemm:
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
 
-        The result is a multiple of the number of stages of four steps, so a warpgroup always reads the same stages.
+        The result is a multiple of the number of stages in four steps, so that the same warpgroup always reads a stage.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         used += math.prod(self.tile_scales)
@@ -272,24 +273,25 @@ class SkinnyGemm:
         )
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
-        """Multiplies all tiles of the products, one after the other. Every warpgroup calls it with its index."""
+        """Multiplies all tiles of the products, one after the other. Every warpgroup calls `run` with its index."""
         pl.when(warpgroup == LOAD)(lambda: _load_weights(self, products, refs))
         pl.when(warpgroup < MULTIPLIERS)(lambda: _multiply(self, products, refs, warpgroup))
         pl.when(warpgroup == EPILOGUE)(lambda: _finish_tiles(self, products, refs))
 
 
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
-    """Returns the number of segments of a step: the largest of 4, 2, 1 that gives every matrix a multiple of 4 steps.
+    """Returns the number of segments in a step: the largest of 4, 2, 1 with which all matrices have 4 * n steps.
 
-    If no number does, the result is the largest that gives every matrix a whole number of steps, or else 2. With
-    bfloat16, the result is at least 2, see `WeightLayout.min_segments`.
+    A segment is 64 bytes of each row, and n is any whole number. If no number of segments satisfies this, the result is
+    the largest with which all matrices have a whole number of steps, or else 2. With bfloat16, the result is at least
+    2, see `WeightLayout.min_segments`.
 
     Any whole number of steps is enough in two cases:
 
-      * If there is FP4. A stage of FP4 costs so much time that a few large stages are faster than many small ones of
-        which every warpgroup gets the same number.
-      * If there is FP8 with a scale for each 32 columns. The thread blocks of a cluster may multiply any number of
-        segments of it.
+      * A matrix is FP4. Each FP4 stage takes extra time, so a few large stages are faster than many small ones, even if
+        the warpgroups then get different numbers of stages.
+      * A matrix is FP8 with a scale for each 32 columns. A thread block of a cluster may multiply any number of
+        segments of its rows.
 
     Args:
       matrices: (layout, number of columns) of each matrix.
@@ -330,7 +332,7 @@ def _copy_stage(gemm, product, refs, before, i):
         pl.when(stage_of_tile == 0)(copy_tile_scales)
     pieces = [(0, first_rows[0], HALF), (HALF, first_rows[1], HALF)]  # (place in the stage, first row, number of rows)
     if product.whole_rows:
-        # Four consecutive stages are for the four warpgroups.
+        # Four consecutive stages hold the same columns, of 64 rows each, for the four warpgroups.
         pieces = [(0, first_rows[0] + (stage_of_tile & (MULTIPLIERS - 1)) * ROWS, ROWS)]
         stage_of_tile = lax.div(stage_of_tile, MULTIPLIERS)
     column = product.layout.elements(product.first_column + stage_of_tile * columns)
@@ -369,8 +371,8 @@ def _multiply(gemm, products, refs, warpgroup):
     copied = jnp.int32(0)
     done_tiles = jnp.int32(0)
     take_turns = False
-    # At most one product may copy all scales of a tile together, because the turns of that ring are counted by the
-    # product's tiles. This product must not be gated, because the scales of a tile are copied from consecutive lines.
+    # At most one product may have `copies_all_scales`, because the index of a tile in its product selects the slot of
+    # the ring. This product must not be gated, because the scales of a tile are copied from consecutive lines.
     assert [product.gated for product in products if product.copies_all_scales] in ([], [False])
     for product in products:
         take_turns |= gemm.tile_steps(product) % MULTIPLIERS > 0
@@ -390,14 +392,14 @@ class Steps:
     four. Otherwise the warpgroups take turns: the block counts the steps of all its tiles, and step n belongs to
     warpgroup n % 4. Either way, each stage of the ring is read by only one of the warpgroups.
 
-    With `Product.whole_rows`, steps w, w + 4, .. of a tile are the columns of its w-th 64 rows, from left to right.
+    With `Product.whole_rows`, steps w, w + 4, .. cover the w-th 64 rows of a tile, from left to right.
     """
 
     gemm: SkinnyGemm
     product: Product
     warpgroup: jax.Array  # int32 scalar, index of the warpgroup
     copied: jax.Array  # int32 scalar, number of stages of the block's earlier products
-    take_turns: bool  # whether four does not divide the number of steps of a tile of this product or of an earlier one
+    take_turns: bool  # whether a tile's number of steps is not a multiple of four, in this product or an earlier one
 
     def first(self, tile: jax.Array) -> jax.Array:
         """Returns the index of the warpgroup's first step in a tile: 0 to 3, even if the tile has fewer steps."""
@@ -418,7 +420,7 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (index of the warpgroup's i-th stage in the tile, its index among the stages of a row)."""
+        """Returns the index of the warpgroup's i-th stage in the tile, and the index of this stage in a row."""
         if self.product.whole_rows:
             return i * MULTIPLIERS + first, i
         per_step = self.gemm.stages_per_step
@@ -532,7 +534,7 @@ def _load_scales(steps, tile):
 
 
 def _add_in_turn(steps, refs, acc, turn, slot):
-    """Adds a warpgroup's partial sums to the only place of a slot, after the warpgroups with lower turns."""
+    """Adds a warpgroup's partial sums to a slot of `sums_smem`, after the warpgroups with lower turns did."""
     place = refs.sums_smem.at[slot, 0]
     takes_turns = steps.gemm.takes_turns
     if takes_turns:

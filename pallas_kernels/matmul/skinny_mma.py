@@ -116,8 +116,8 @@ def multiply_add(
         `layout.min_segments` segments. With `stage_format.row_scales`, the last segment may be half of one.
       scales: one of these:
         * FP8: the result of `load_scales`, the scales of all stages.
-        * FP4: [64, 16] uint8 in shared memory, the scales of 512 columns, among them the stage's; [32, 16] if a row has
-          8 scales.
+        * FP4: [64, 16] uint8 in shared memory, the scales of 512 columns. The stage's columns are among these. [32, 16]
+          if a row has 8 scales.
         * FP4 with `stage_format.row_scales`: [lines, ..] uint8 in shared memory, all scales of the 64 rows, row after
           row.
         * bfloat16: not used.
@@ -170,8 +170,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         # `rows` are the addresses of the thread's two rows. If gated, these are row i of the tile's first half and row
         # i of its second half.
         if layout.bits == 16:
-            # As in FP8's order, each of four threads reads 16 consecutive columns, 32 bytes. Two threads begin with the
-            # second 16 of their bytes, so that the four read from different banks.
+            # As in FP8's order, each of four threads reads 16 consecutive columns, 32 bytes. Two of them read the last
+            # 16 bytes first, so that the four threads read from different banks.
             late = inner >> 1
             first_row = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)
@@ -195,7 +195,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * stage_units) << 9)
 
         def add_segments(i, *sums):
-            """Adds the products of `together` segments. It is looped over, as unrolled code is fetched more slowly."""
+            """Adds the products of `together` segments. A loop calls it, since unrolled code is slower to fetch."""
             segment = i * together
             segment_inputs = step_inputs + segment * (segment_units << 9)
             return add_units(sums, segment_inputs, weights(segment, [row + segment * SEGMENT for row in rows]))
@@ -216,7 +216,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         sums = thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
         if not has_half:
             return sums
-        # Each thread has 8 bytes of the last half of a segment, and two threads have one scale.
+        # In the last half of a segment, each thread reads 8 bytes, and two threads share a scale.
         places = [row + segments * SEGMENT - (inner << 3) for row in rows]
         half_inputs = step_inputs + segments * (segment_units << 9)
         return add_units(sums, half_inputs, weights(segments, places, half=True))
@@ -228,16 +228,16 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
 
 
 def _weights_fp(layout, factors, segment, places, half=False):
-    """Yields (index of a unit in the segment, weights of the thread's two rows in this unit).
+    """Yields (index of a unit in the segment, weights of the thread's two rows in this unit) for each unit.
 
-    The weights of a row are four words of two bfloat16.
+    A unit is 32 columns, of which a thread holds 8. The weights of a row are four words of two bfloat16.
 
     Args:
       layout: storage of the weights.
       factors: the function that `_factors_fp4` or a like function returned.
       segment: index of the segment in the stage.
       places: addresses of the thread's codes of both rows.
-      half: whether the segment is only half of one, in FP4 with `_factors_of_tile`.
+      half: whether this is a half segment, which FP4 stages with `_factors_of_tile` may end with.
     """
     if half:
         scales = factors(segment, half=True)
@@ -281,9 +281,9 @@ def _factors_fp4(scales, thread, step, stage_units, gated):
 
 
 def _factors_of_tile(row_scales, scales, thread, step, stage_units, gated):
-    """Returns the function that `_factors_fp4` returns, for FP4 with all scales of the 64 rows in shared memory.
+    """Returns a function like that of `_factors_fp4`, for FP4 with all scales of the 64 rows in shared memory.
 
-    The function also takes `half`: whether the segment is the last half of one.
+    The function has a further argument, `half`: whether the segment is a half segment at the end of the stage.
     """
     assert not gated
     line = (thread % 32) >> 2
@@ -301,7 +301,7 @@ def _factors_of_tile(row_scales, scales, thread, step, stage_units, gated):
 
 
 def _factors_fp8(scales, thread, step, stage_units, gated):
-    """Returns the function that `_factors_fp4` returns, for FP8. `scales` is the result of `load_scales`."""
+    """Returns a function like that of `_factors_fp4`, for FP8. `scales` is the result of `load_scales`."""
     word = U32(mlir.scalar(scales))
 
     def factors(segment):
@@ -316,7 +316,7 @@ def _factors_fp8(scales, thread, step, stage_units, gated):
 
 
 def _factors_fp8_32(step_segments, scales, thread, step, stage_units, gated):
-    """Returns the function that `_factors_fp4` returns, for FP8 with blocks of 32 columns."""
+    """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 32 columns."""
     word = U32(mlir.scalar(scales))
     # Of the four threads that share a row, two read the first block of a segment, and two the second block.
     block = ((thread & 3) >> 1) << 3

@@ -23,7 +23,7 @@ from pallas_kernels.runtime.launch import primitive
 def store_factors(factors_smem, source_gmem, eps: float, warpgroup: jax.Array) -> None:
     """Stores the factor of RMSNorm, 1 / sqrt(mean(source[n]**2) + eps), of each row n.
 
-    The four multiplying warpgroups call it together, and have to synchronize before they read the factors.
+    The four multiplying warpgroups call this function together, and have to synchronize before they read the factors.
 
     Args:
       factors_smem: [T or more] float32 to write.
@@ -88,7 +88,7 @@ def load_inputs(
 ) -> None:
     """Copies N inputs to shared memory, with columns in the order of unpacked weights.
 
-    The four multiplying warpgroups call it together, and have to synchronize before they read the inputs.
+    The four multiplying warpgroups call this function together, and have to synchronize before they read the inputs.
 
     Args:
       inputs_smem: [N / 8, units, 8, 32] bfloat16 to write, in units of 32 columns. The interpreter keeps the columns in
@@ -102,7 +102,7 @@ def load_inputs(
         Columns that are written but not copied are zeros.
       warpgroup: int32 scalar, index of the warpgroup, 0 to 3.
       layout: storage of the weights, which decides the order of columns.
-      stage_columns: number of columns of a stage; FP4 has another order in a stage's last half of a segment, if any.
+      stage_columns: number of columns of a stage. If a stage of FP4 ends with half a segment, the order differs there.
       norm: () or (weight [width] float32 in global memory, factors [N] float32 in shared memory, see `store_factors`).
         An input is multiplied by its factor, then by the weight, and rounded.
     """
@@ -132,7 +132,7 @@ def _emit_load_inputs(
     copied, eights = (count // 8 for count in columns)  # counted in pieces of 8 columns, 16 bytes
     threads = MULTIPLIERS * mlir.THREADS
     # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them.
-    # With a norm or scales of small blocks, which take registers, these are fewer rows.
+    # This number is lower with a norm or with scales of small blocks, which take registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
     fewer = 4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1
@@ -151,7 +151,7 @@ def _emit_load_inputs(
         return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
     def copy(n, row, eight):
-        """Loads the 8 columns from `8 * eight` on of input `n` from row `row`; returns a function that stores them."""
+        """Loads 8 columns, from `8 * eight` on, of row `row // divisor`. Returns a function that stores them."""
         source_eight = eight if eights == copied else eight.minimum(copied - 1)
         offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(source_eight << 4))
         four = _fetch(mlir.at(base, offset))
@@ -159,7 +159,7 @@ def _emit_load_inputs(
         if eights > copied:
             four = [(eight < copied).where(word, 0) for word in four]
         unit, inner, four = _placed(eight, four, layout, stage_columns)
-        # 8 inputs of a unit take 512 bytes, an input 64 and a thread's 8 values 16.
+        # A unit of 8 inputs takes 512 bytes, 64 for each input. A thread's 8 values take 16 bytes.
         offset = (((n >> 3) * units + unit) << 9) + ((n & 7) << 6) + (inner << 4)
         return lambda: thread_ops.store_vector(target + offset, four)
 

@@ -1,8 +1,8 @@
 """Barriers over a warpgroup, a block and a cluster, by hardware instructions, and rings of Pallas barriers.
 
-A ring is an array of places in shared memory, with a barrier for each place. Item i of a sequence, such as a tile, uses
-place i modulo the number of places. The blocks of an interpreted cluster share no memory, so interpreted kernels use
-global memory and a Pallas barrier instead.
+A ring is an array of slots in shared memory, with a barrier for each slot. Item i of a sequence, such as a tile, uses
+slot i modulo the number of slots. Blocks of a cluster exchange values through shared memory on a GPU. The interpreter
+does not support this, so interpreted blocks use global memory and a Pallas barrier.
 """
 
 import jax
@@ -18,14 +18,14 @@ from pallas_kernels.runtime.launch import interpreting, primitive
 
 
 def turn(ring, i: jax.Array) -> jax.Array:
-    """Returns the index of item i's place in a ring, an array of barriers or of memory: i modulo the array's length."""
+    """Returns the index of item i's slot: i modulo the length of `ring`, an array of barriers or buffers."""
     return lax.rem(i, ring.shape[0])
 
 
 def wait_empty(empty, i: jax.Array) -> None:
-    """Waits until the place of item `i` in a ring is empty. The first items find their places empty without a wait.
+    """Waits until item `i` can be written to its slot of a ring. Does not wait if item `i` is the slot's first item.
 
-    `empty` is an array with one barrier for each place. The reader of a place arrives at the place's barrier after the
+    `empty` is an array with one barrier for each slot. The reader of a slot arrives at the slot's barrier after the
     read.
     """
     pl.when(i >= empty.shape[0])(lambda: plgpu.barrier_wait(empty.at[turn(empty, i)]))
@@ -71,9 +71,9 @@ sync_block.mosaic(lambda barrier: mlir.inline(gpu.barrier))
 
 @primitive
 def arrive_cluster(barrier) -> None:
-    """Arrives at the cluster's barrier, which publishes this thread's writes to threads that call `wait_cluster`.
+    """Arrives at the cluster's barrier. Threads see this thread's earlier writes when `wait_cluster` returns.
 
-    The interpreter arrives at `barrier`, a `plgpu.ClusterBarrier`, or does nothing if it is None.
+    The interpreter arrives at `barrier`, a `plgpu.ClusterBarrier`. If `barrier` is None, the interpreter does nothing.
     """
     if barrier is not None:
         plgpu.barrier_arrive(barrier)

@@ -17,7 +17,7 @@ from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.mlir import U32
 
 
-PARTS = 3  # number of bfloat16 terms of which every float32 is a sum
+PARTS = 3  # number of bfloat16 terms into which `split` splits a float32
 
 
 def load_four(pointer) -> list[U32]:
@@ -71,14 +71,15 @@ def split(four: Sequence[U32]) -> Iterator[list[U32]]:
 def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure: bool = False) -> list[Any]:
     """Returns acc + a @ b, computed by a warp with `mma.m16n8k16`.
 
-    Four lanes hold the factors of the 16 products of a sum. The columns of a and the rows of b may be in any order, if
-    both are in the same order.
+    The 16 products of a sum are spread over four lanes. The columns of a and the rows of b may be in any order, if both
+    are in the same order.
 
     Args:
       acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
       a: [16, 16] bfloat16. Lane 4 * i + j holds four words: two columns of row i, the same two columns of row i + 8,
         then two other columns of row i, and these columns of row i + 8.
-      b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i. Their rows are the lane's four columns of a.
+      b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i: the rows for the four columns of a that the lane
+        holds.
       pure: as in `mlir.ptx`.
 
     Returns:
@@ -92,7 +93,7 @@ def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure
 
 
 def e2m1_value(code: jax.Array) -> jax.Array:
-    """Returns the exact float32 values of an int32 array of E2M1 codes, 0 .. 15. This is not code for one thread."""
+    """Returns the exact float32 values of E2M1 codes, 0 .. 15. `code` is an int32 array of any shape, not a word."""
     size = code & 7
     normal = lax.bitcast_convert_type((size << 22) + (126 << 23), jnp.float32)
     size = jnp.where(size < 2, size.astype(jnp.float32) * 0.5, normal)
@@ -102,9 +103,9 @@ def e2m1_value(code: jax.Array) -> jax.Array:
 def e2m1_pairs(word: U32) -> list[U32]:
     """Converts a word of eight E2M1 codes to four words of two bfloat16, which are 2**-126 times the values.
 
-    Word i of the result holds codes i and i + 4. An E2M1 code consists of the sign bit, the two lowest exponent bits
-    and the highest mantissa bit of a bfloat16. So a conversion moves the sign away from the other bits. One instruction
-    does this for two words of the result, whose bits lie 4 positions apart.
+    Word i of the result holds codes i and i + 4. The bits of an E2M1 code become the sign, the two lowest exponent bits
+    and the highest mantissa bit of a bfloat16. One instruction combines the signs and the other bits of two words of
+    the result, which lie 4 positions apart.
     """
     pairs = []
     for signs, others in (word << 8, word << 2), (word, word >> 6):
@@ -129,13 +130,13 @@ def multiply(x: U32, y: U32 | int) -> U32:
 
 
 def fp8_pairs(words: list[U32]) -> list[U32]:
-    """Reorders eight bfloat16 in four words to the order in which `e4m3_pairs` unpacks eight codes in two words.
+    """Reorders eight bfloat16, in four words, to the order in which `e4m3_pairs` returns eight values.
 
-    Of each four values, value 0 and value 2 form a word, and so do value 1 and value 3.
+    In each group of four values, values 0 and 2 form the first word, and values 1 and 3 the second.
     """
     return [halves(words[i // 2 * 2], words[i // 2 * 2 + 1], i % 2) for i in range(4)]
 
 
 def halves(x: U32, y: U32, high: int) -> U32:
-    """Returns a word of the high (`high` = 1) or low (`high` = 0) halves of x and y; the half of x is the low half."""
+    """Returns the low halves of x and y in one word, x's half as the low one; with `high` = 1, their high halves."""
     return thread_ops.ptx(f"prmt.b32 $0, $1, $2, {'0x7632' if high else '0x5410'};", x, y)

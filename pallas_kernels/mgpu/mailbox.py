@@ -11,9 +11,9 @@ call n after it has received the values of call n + 1 from all other GPUs. By th
 n + 1, and so finished call n. This holds for each thread block by itself: a block has its own slots and counter, and
 exchanges values only with the blocks of the same index on the other GPUs.
 
-Before its first exchange, a program has to run a collective of XLA over all its GPUs. CUDA loads a kernel at its first
-launch, and cannot load it while another kernel of that GPU waits for other GPUs. XLA loads all kernels of a program
-before the collective.
+Before its first exchange, a program has to run a collective of XLA over all its GPUs. XLA loads all kernels of the
+program before the collective. Otherwise, CUDA would load a kernel at its first launch. CUDA cannot load a kernel while
+another kernel of the same GPU waits for other GPUs.
 """
 
 import functools
@@ -47,7 +47,7 @@ MAX_POLLS = 1 << 25
 class Unit(NamedTuple):
     """Eight bfloat16 values that a thread replaces by their sums over the GPUs."""
 
-    active: U32  # whether this thread exchanges the unit, a condition of one bit
+    active: U32  # a condition of one bit: whether this thread exchanges the unit
     load: Callable[[], list[U32]]  # returns the thread's values, four words of two bfloat16
     store: Callable[[list[U32]], None]  # stores the sum, four words of two bfloat16
 
@@ -69,7 +69,9 @@ def _num_ranks(table):
 
 
 def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
-    """Returns the byte offset in a bank of a unit's first slot. The second slot is THREADS * SLOT_BYTES bytes further.
+    """Returns the offset of a unit's first slot from the start of its bank, in bytes.
+
+    The unit's second slot is THREADS * SLOT_BYTES bytes further.
 
     Args:
       generation: 0 or 1, count of the call modulo 2.
@@ -84,7 +86,7 @@ def slot_offset(generation, rank, round_: int, block, thread, *, ranks: int):
 
 
 def counter_offset(block, *, ranks: int):
-    """Returns the byte offset in a bank of a thread block's counter of calls.
+    """Returns the offset of a thread block's counter of calls from the start of its bank, in bytes.
 
     `block` is the index of the thread block in the bank, and `ranks` the number of GPUs.
     """
@@ -101,9 +103,10 @@ def _bank_bytes(ranks):
 
 
 def exchange(block: U32, blocks: int, table_gmem, units: Sequence[Unit]) -> None:
-    """Emits code for one thread that replaces each of its units by the unit's sum over the GPUs.
+    """Emits code by which a thread sums each of its units, eight bfloat16 values, over the GPUs.
 
-    Values are added in float32, in the order of ranks, and the sum is rounded to bfloat16.
+    Values are added in float32, in the order of ranks, and the sum is rounded to bfloat16. `Unit` says how a thread
+    loads values and stores sums.
 
     Args:
       block: index of the thread block.

@@ -69,16 +69,16 @@ def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, retu
 
 
 def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns=None) -> Callable:
-    """Returns a decorator that registers a function emitting MLIR for one thread as a primitive's code for the GPU.
+    """Returns a decorator that registers a function as a primitive's code for the GPU. It emits MLIR for one thread.
 
-    The emitting function gets the primitive's arguments, which may be pytrees. References and arrays within them are
+    The function gets the primitive's arguments, which may be pytrees. References and arrays in the arguments are
     replaced as in `inline`; everything else is passed on unchanged.
 
     Args:
       primitive: the primitive, see `runtime.launch`.
       layouts: layouts of the references and arrays in the arguments, in order: a layout for an array, a `plgpu.RefType`
-        for a reference, or None for the default. Those at the end may be left out. Instead of layouts, one function
-        from the primitive's arguments to a tuple of layouts may be given.
+        for a reference, or None for the default. Trailing layouts may be left out. Instead of layouts, a function from
+        the primitive's arguments to a tuple of layouts may be given.
       layout: as in `inline`.
       returns: as in `inline`, or a function from the primitive's arguments to such a value.
     """
@@ -146,7 +146,7 @@ def ptx(
       results: an MLIR type, or a sequence of types.
       in_out: initial values of the first results, for instructions that read and write a register.
       pure: whether the results depend on the operands alone, so that compilers may move, merge and drop the code.
-      convergent: whether compilers must keep the set of threads that execute the code together; None for `not pure`.
+      convergent: whether compilers must not change which threads execute the code together; None for `not pure`.
 
     Returns:
       An MLIR value, or a list of values if `results` is a sequence.
@@ -276,7 +276,7 @@ def values(x) -> list[Any]:
 
 
 def scalar(x):
-    """Returns the MLIR scalar of x, if this thread holds exactly one value of x, see `values`."""
+    """Returns this thread's value of x as an MLIR scalar, see `values`. The thread must hold exactly one value."""
     (value,) = values(x)
     return value
 

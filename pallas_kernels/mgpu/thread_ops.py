@@ -24,9 +24,9 @@ def inline(emit: Callable, *args, returns: jax.ShapeDtypeStruct | None = None):
     """Puts code for one thread into a kernel, as `mlir.inline` does, with U32 for integers.
 
     Args:
-      emit: function of the arguments `args`, in which a memref stands for a reference, a U32 for a scalar or an array
-        [128], and a list of this thread's MLIR values for another array. It returns None, a U32, or a list of MLIR
-        values.
+      emit: function of `args`. It gets a memref for a reference, a U32 for a scalar or for this thread's value of an
+        array [128], and a list of this thread's MLIR values for another array. It returns None, a U32, or a list of
+        MLIR values.
       args: pytrees of references, scalars, and arrays of 128 values or a multiple of 512. A bool becomes 0 or 1.
       returns: shape and dtype of the result, int32 [128] for a U32; None for no result. The order of a list's values in
         the result is unspecified. If the result is passed to `inline` again, each thread gets its list back.
@@ -79,7 +79,7 @@ def lane() -> U32:
 
 
 def warp() -> U32:
-    """Returns this warp's index in its block, which the compiler knows to be uniform. All lanes have to call it."""
+    """Returns this warp's index in its block. All lanes have to call it, and the compiler knows that they agree."""
     return U32(mgpu.utils.warp_idx())
 
 

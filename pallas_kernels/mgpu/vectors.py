@@ -37,7 +37,7 @@ emits = functools.partial(mlir.emits, layout=_layout)
 
 
 def load(ref) -> jax.Array:
-    """Loads a reference [size] to shared or global memory to a vector [size]."""
+    """Loads a vector [size] from `ref`, a reference to shared or global memory."""
     return plgpu.load(ref, layout=layout(ref.shape[0]), optimized=False)
 
 
@@ -117,9 +117,9 @@ take = take_in(_layout)
 
 @primitive
 def load_repeated(ref, size: int) -> jax.Array:
-    """Loads a reference [n] to float32 in shared memory, and repeats it to a vector [size].
+    """Loads n float32 values from shared memory, and repeats them until they fill a vector [size].
 
-    n is a multiple of size / 128 and divides `size`.
+    `ref` is a reference [n]. n is a multiple of size / 128 and divides `size`.
     """
     return jnp.tile(ref[...], size // ref.shape[0])
 
@@ -208,7 +208,7 @@ def _(x):
 
 @primitive
 def ballot(x: jax.Array) -> jax.Array:
-    """Returns an int32 scalar whose bit i is set if x is not 0 in lane i. x [128] int32 must be equal in all warps."""
+    """Returns an int32 scalar with bit i set if lane i of x is not 0. x, [128] int32, must be equal in all warps."""
     return jnp.sum(jnp.where(x[:WARP] != 0, jnp.int32(1) << lax.iota(jnp.int32, WARP), 0))
 
 
@@ -234,7 +234,7 @@ def lowest_bit(bits: jax.Array) -> jax.Array:
 
 @primitive
 def count(x: jax.Array) -> jax.Array:
-    """Returns the number of the warpgroup's threads, int32, in which x [128] int32 is not 0."""
+    """Returns the number of nonzero elements of x, [128] int32 with one element in each thread of the warpgroup."""
     return jnp.sum(jnp.where(x != 0, 1, 0))
 
 

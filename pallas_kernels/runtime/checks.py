@@ -14,7 +14,7 @@ def check_array(name: str, array: jax.Array | None, dtype, *shape: int | None) -
       name: name of the array, for the error.
       array: the array; None raises the error.
       dtype: the dtype that the kernel takes.
-      shape: length of each axis that the kernel takes; None for any length.
+      shape: the length that the kernel takes for each axis; None for any length.
     """
     if array is not None and array.ndim == len(shape) and array.dtype == dtype:
         if all(want in (None, got) for want, got in zip(shape, array.shape, strict=True)):

@@ -6,9 +6,9 @@ import jax
 # Number of streaming multiprocessors (SMs) of an H100 and an H200. Kernels divide their work by this constant, not by
 # the number of SMs of the device, so that sums are added in the same order and have the same bits on every device.
 MULTIPROCESSORS = 132
-# {number of blocks in a cluster: number of such clusters that run at once}, if a block fills a multiprocessor. All
-# multiprocessors of a cluster are in one group of at most 18, so not all of them always have a block. In tests on an
-# H100 and an H200, neither 16 clusters of 8 blocks nor 32 clusters of 4 blocks ran at once.
+# {number of blocks in a cluster: number of such clusters that run at once}, for blocks that fill a multiprocessor. The
+# blocks of a cluster run in one group (GPC) of up to 18 multiprocessors, so some multiprocessors can stay idle. On an
+# H100 and an H200, tests showed that 16 clusters of 8 blocks do not run at once, nor do 32 clusters of 4 blocks.
 CLUSTERS_AT_ONCE = {1: MULTIPROCESSORS, 2: 66, 3: 40, 4: 30, 8: 14}
 # Number of bytes of shared memory for a block's arrays: the maximum of 227 KiB, less 1 KiB for Mosaic's barriers.
 SHARED_BYTES = 226 << 10

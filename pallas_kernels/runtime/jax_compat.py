@@ -22,7 +22,7 @@ logger = logging.getLogger("pallas_kernels")
 
 @functools.cache
 def apply_patches() -> None:
-    """Applies the patches for the installed version of JAX, once. Logs a warning if `uses_pdl` is unverified there."""
+    """Applies the patches for the installed version of JAX, once. Warns if the version is not in `PDL_VERSIONS`."""
     version = jax.__version_info__[:3]
     if version[:2] == (0, 11):
         constraints.compute_transitively_equal_vars = equal_variables
@@ -36,8 +36,8 @@ def apply_patches() -> None:
 def equal_variables(system: constraints.ConstraintSystem) -> dict[constraints.Variable, list[constraints.Variable]]:
     """Returns {variable: all other variables that equal it}, for each variable in an equation of two variables.
 
-    Equality is transitive. The variables are in the order of their first appearance. The function of JAX 0.11, which
-    this function replaces, sorts variables by the text of their operations, and takes 3 ms to print an operation.
+    Equality is transitive. The function of JAX 0.11, which this function replaces, sorts the variables by the text of
+    their operations, and printing an operation takes 3 ms. This function does not sort.
     """
     groups: dict[constraints.Variable, list[constraints.Variable]] = {}
     for constraint in system.constraints:

@@ -89,7 +89,7 @@ def interpreting() -> bool:
 
 
 class Primitive[**P, R]:
-    """A function with an implementation in jax.numpy for the interpreter, and another for the GPU, see above."""
+    """A function with two implementations: one for the interpreter, in jax.numpy, and one for the GPU."""
 
     def __init__(self, interpreted: Callable[P, R]):
         self._interpreted = interpreted

@@ -33,7 +33,7 @@ def layer_operand(layer: jax.Array | None) -> jax.Array | None:
 
 
 def weights_of_layer(weights_gmem, layer_gmem):
-    """Returns references to the weights of the kernel's layer, within a kernel.
+    """Returns references to the weights of the layer that a kernel reads. The kernel's body calls this function.
 
     Args:
       weights_gmem: pytree of references to weights.

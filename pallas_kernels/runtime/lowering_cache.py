@@ -45,8 +45,8 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
     """Returns a decorator for a kernel's public function, which a program then traces once per set of shapes.
 
     This saves time, because a model has dozens of layers, and lowering a kernel takes seconds. The lowered kernel is
-    also stored on disk. Under `jax.vmap` the calls run one after another, because batched attention of 32 requests gave
-    wrong results on a GPU.
+    also stored on disk. Under `jax.vmap` the kernel runs once for each element of the batch, one after another, because
+    a kernel with a batch axis gave wrong results on a GPU (attention of 32 requests).
 
     Args:
       static: names of the static arguments; `interpret` is always static.
@@ -62,7 +62,8 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
                 on_arrays = functools.partial(_call, on_arrays, function, *_shapes((args, kwargs)))
             if not writes:
                 return jax.custom_batching.sequential_vmap(on_arrays)(*arrays)
-            # Without the barrier, XLA would fuse a slice of an operand with the call, and lose the write in place.
+            # Without the barrier, XLA would fuse the call with a slice that makes an operand, and the call could not
+            # write this operand in place.
             return on_arrays(*jax.lax.optimization_barrier(arrays))
 
         return jax.jit(call, static_argnames=(*static, "interpret"))
@@ -76,7 +77,7 @@ def _shapes(tree):
 
 
 def _call(on_arrays: Callable, function: Callable, args, kwargs, *arrays: jax.Array):
-    """Calls a kernel's function on arrays. The kernel is lowered only if its lowered module is not stored on disk.
+    """Calls a kernel's function on arrays. Uses the lowered module that is stored on disk, if there is one.
 
     Args:
       on_arrays: the function, bound to all arguments except arrays.
