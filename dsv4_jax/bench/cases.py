@@ -23,8 +23,8 @@ from dsv4_jax.quant import KeyCodec, RowCodec
 # A `Draw` is a function that makes random arrays. If it returns a numpy array of integers, this array is converted to
 # an int32 array on the device.
 Draw = Callable[[np.random.Generator], Any]
-# The layers that calls rotate through have about this number of bytes together. Attention reads a quarter of these
-# bytes, still twice the size of the L2 cache.
+# The calls of a case take turns with several layers, which have about this number of bytes in total. If attention reads
+# a quarter of the entries, these still have more than twice as many bytes as the L2 cache.
 _LAYERS_BYTES = 1 << 29
 
 

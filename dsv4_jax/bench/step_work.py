@@ -52,21 +52,24 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     """
     passes = draft_passes(config, drafts)
     tables = dict.fromkeys(("embed_tokens", "embedding", "markov_w1", "tid2eid"), 0)
-    reads = tables | {"markov_w2": drafts, "lm_head": 1 + passes}
+    reads_by_name = tables | {"markov_w2": drafts, "lm_head": 1 + passes}
     operations = 0.0
     nbytes = 0.0
     for path, weight in nnx.to_flat_state(nnx.state(model)):
         is_draft = path[0] == "drafts"
         is_expert = "experts" in path
-        times = next((reads[name] for name in path if name in reads), passes if is_draft else 1)
+        rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)  # inputs of one read
         experts, selected = config.layer_experts(config.num_hidden_layers if is_draft else 0)
-        share = selected / experts
-        rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)
-        nbytes += tree_bytes(weight) * times * (1 - (1 - share) ** rows if is_expert else 1)
+        share = selected / experts  # share of the layer's experts that one token selects
+
+        reads = next((reads_by_name[name] for name in path if name in reads_by_name), passes if is_draft else 1)
+        read_share = 1 - (1 - share) ** rows if is_expert else 1  # experts that no token selects are not read
+        nbytes += tree_bytes(weight) * reads * read_share
+
         if "layers" in path and not is_draft and len(weight.shape) > 2:
             whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
             values = math.prod(weight.shape) * tree_bytes(weight) / whole  # number of values in this device's shard
-            operations += 2 * rows * times * values * (share if is_expert else 1)
+            operations += 2 * rows * reads * values * (share if is_expert else 1)
     return round(operations), round(nbytes)
 
 

@@ -127,7 +127,8 @@ _LAYER = (
     ("engram.q_weight", "engram.q_weight", "BF16"),
     ("engram.k_weight", "engram.k_weight", "BF16"),
 )
-# `_FUSED` maps a placeholder in our paths of `_LAYER` to the path of the `FusedLinear`'s weights.
+# The maps of a `FusedLinear` have paths that begin with a placeholder, such as {inputs} in `_LAYER`. `_FUSED` maps each
+# placeholder to the path of the weights of its `FusedLinear`.
 _FUSED = {
     "inputs": "self_attn.input_projections.weights",
     "latents": "self_attn.latent_projections.weights",

@@ -120,7 +120,7 @@ def join_scales(
 
     Returns:
       (tensors by name, in which a `QuantizedTensor` replaces codes and scales; {name: problem} of each quantized weight
-      that is left out because its scale does not fit).
+      that is left out because its codes or its scale do not fit).
     """
     tensors: dict[str, StoredTensor | QuantizedTensor] = dict(stored)
     problems = {}
@@ -129,13 +129,14 @@ def join_scales(
             continue
         scale = stored.get(scale_name(name))
         kinds: tuple[QuantizedKind, ...] = ("FP4",) if tensor.dtype == "I8" else (fp8, "FP8_ROWS")
-        wrong = [_wrong_scale(tensor, scale, kind) for kind in kinds]
-        if all(wrong):
-            problems[name] = wrong[0]
-            del tensors[name]
-        else:
+        problem_of_kind = {kind: _wrong_scale(tensor, scale, kind) for kind in kinds}
+        fitting = [kind for kind, problem in problem_of_kind.items() if not problem]
+        if fitting:
             assert scale is not None
-            tensors[name] = QuantizedTensor(tensor, scale, kinds[wrong.index("")])
+            tensors[name] = QuantizedTensor(tensor, scale, fitting[0])
+        else:
+            problems[name] = problem_of_kind[kinds[0]]
+            del tensors[name]
         tensors.pop(scale_name(name), None)
     return tensors, problems
 

@@ -166,7 +166,8 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.error is not None:
                 raise request.error
-        # A step admits every request that fits, so nothing changes after a step that had nothing to run.
+        # The step first admitted waiting requests, as many as fit, and then had nothing to run. Further steps would do
+        # the same, so a request that still has no slot would never get one.
         if engine.metrics.steps == num_steps and (waiting := [request for request in requests if request.slot < 0]):
             raise CacheFullError(
                 f"request {waiting[0].id!r} waits for a slot or blocks that running requests hold, and these draw no "

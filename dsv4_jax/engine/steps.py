@@ -122,9 +122,10 @@ class LaunchedStep:
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":
-        """Returns the step with a complete schedule: with tokens and starts that the host did not know at its launch.
+        """Returns the step with those tokens and `start` filled in that the host did not know at its launch.
 
-        Call it after the previous step was read. Only steps with drafts on the device are changed.
+        Call it after the previous step was read and this step's drawing was launched. If the output has no
+        drafts, the step is returned unchanged. Requests that have ended keep the values of the launch.
         """
         if self.output is None or self.output.draft_tokens is None:
             return self

@@ -469,9 +469,9 @@ class KVCacheManager(Summarized):
         # A block is published when the device's block table gets it. Only blocks that this step can reach are
         # published, which bounds the size of `new_blocks`.
         after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
-        # `max_blocks` bounds the number of new blocks in a shard. Each slot can get the blocks of `reserve`, and one
-        # more because the number of blocks of each request is rounded up. The step's tokens need at most the blocks of
-        # a single request with all these tokens.
+        # `max_blocks` bounds the number of new blocks in a shard. It has three terms: the blocks of `reserve` for each
+        # slot, the blocks that the step's tokens would fill if they belonged to one request, and one block for each
+        # slot, because the number of blocks of each request is rounded up.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
         positions = layout.place(consecutive(now["length"], counts), -1)

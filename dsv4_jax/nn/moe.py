@@ -87,8 +87,8 @@ class Router(nnx.Module):
         routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **sizes)
         if forced_experts is None:
             return routing
-        # The second call gets the forced experts as a table, with each token's index in the batch in place of its id.
-        # XLA computes the scores once for both calls.
+        # A second call computes the weights of the forced experts. Row t of its table has the experts of token t, so
+        # its token ids are 0 .. T - 1. Unless a kernel computes the scores, XLA computes them once for both calls.
         table = jnp.maximum(jnp.where(forced_experts >= 0, forced_experts, routing.experts), 0)
         return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **sizes)
 

@@ -30,7 +30,9 @@ def token_adapters(numbers: Int[Array, "T"] | None) -> Iterator[None]:
 
 @jax.named_scope("projections")
 def add_products(outputs, x, adapters):
-    """Returns the outputs of maps of x, to which the products of the tokens' adapters are added.
+    """Adds the product of each token's adapter to the outputs of maps of x.
+
+    Returns the outputs unchanged if no token has an adapter, see `token_adapters`.
 
     Args:
       outputs: output [T, m] of each map.

@@ -121,7 +121,8 @@ def _check(x, weights, spec, norm):
 def _fit_one_launch(x, weights):
     """Returns whether one kernel launch can multiply x by all weights.
 
-    One launch takes few tokens, and FP8 weights of one kind, also together with bfloat16 weights.
+    One launch takes up to `MAX_QUANTIZED_TOKENS` tokens. Each weight is in FP8 or bfloat16. At least one is in FP8, and
+    all FP8 weights are of the same kind.
     """
     kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
     return (

@@ -31,10 +31,12 @@ def to_local_ids(numbers: Int[Array, "..."], axis: LogicalAxis, count: int) -> I
 
 
 def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
-    """Adds up the bits of arrays over shards, so that all devices get the values that one shard holds, bit for bit.
+    """Adds up the bits of arrays over shards, as integers.
+
+    If only one shard holds a value and the others hold zeros in its place, all devices get this value bit for bit.
 
     Args:
-      tree: pytree of arrays. At each place, all shards but one must hold zeros.
+      tree: pytree of arrays. For each element, all shards but one must hold zeros.
       axis: logical axis of the shards, as in `axis_rules.RULES`.
 
     Returns:

@@ -284,9 +284,11 @@ def _dots(registers, queries, token, heads, tokens, kind):
     # `low` is the lower half of the matrix descriptor of the queries: their address in units of 16 bytes, and bit 16.
     low = (((thread_ops.shared(queries) & 0x3FFFF) >> 4) | (1 << 16)) + token * ((heads * DIM * size) >> 4)
     columns = tokens * heads
-    count = columns // 2
+    count = columns // 2  # number of sums of a thread
     steps = len(registers) // 4
+    # The operands of the PTX code are the sums, then `registers`, then `low`.
     sums = ", ".join(f"${i}" for i in range(count))
+    low_operand = f"${count + len(registers)}"
     # `high` is the upper half of the descriptor: the stride between groups of 8 heads in units of 16 bytes, and the bit
     # of the 128-byte swizzle.
     high = (1 << 30) | ((1024 * size) >> 4)
@@ -298,7 +300,7 @@ def _dots(registers, queries, token, heads, tokens, kind):
         # because groups of 8 heads are stored together.
         offset = (step // 4) * 1024 + (step % 4) * 32
         lines += [
-            f"add.u32 l, ${count + 4 * steps}, {offset >> 4}; mov.b64 d, {{l, {high}}};",
+            f"add.u32 l, {low_operand}, {offset >> 4}; mov.b64 d, {{l, {high}}};",
             f"wgmma.mma_async.sync.aligned.m64n{columns}k{32 // size}.f32.{kind}.{kind} {{{sums}}}, {{{a}}}, d, p, 1, 1"
             + (", 0;" if kind == "bf16" else ";"),
         ]

@@ -66,7 +66,7 @@ def checked_outputs(
       rows: number of rows of all weights.
       swiglu_limit: clipping limit of SwiGLU, or None.
       gate_multiple: with SwiGLU, the number of rows of the gate must be a multiple of this number.
-      min_last: size that the last output may have besides multiples of 64.
+      min_last: a size that the last output may have even if it is not a multiple of 64.
 
     Raises:
       NotImplementedError: kernels do not take the outputs' sizes or dtypes, or the size of the groups.
@@ -76,15 +76,16 @@ def checked_outputs(
     groups = spec.num_groups
     sizes = [size for size, _ in outputs]
     dtypes = {str(dtype) for _, dtype in outputs}
+    last_fits = sizes[-1] % ROWS == 0 or sizes[-1] == min_last
+    sizes_fit = last_fits and not any(size % ROWS for size in sizes[:-1])
+    groups_fit = groups == 1 or rows % (groups * SCALED) == 0
+    gate_fits = swiglu_limit is None or sizes[0] % gate_multiple == 0
     check_rules(
         {
             f"outputs in float32 or bfloat16, got {', '.join(dtypes)}": dtypes <= {"float32", "bfloat16"},
-            f"outputs of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes[:-1])
-            and (sizes[-1] % ROWS == 0 or sizes[-1] == min_last),
-            f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups == 1
-            or rows % (groups * SCALED) == 0,
-            f"gate and up of a multiple of {gate_multiple} rows, got {sizes}": swiglu_limit is None
-            or sizes[0] % gate_multiple == 0,
+            f"outputs of a multiple of {ROWS} rows, got {sizes}": sizes_fit,
+            f"groups of a multiple of {SCALED} rows, got {groups} groups of {rows} rows": groups_fit,
+            f"gate and up of a multiple of {gate_multiple} rows, got {sizes}": gate_fits,
         }
     )
     return outputs

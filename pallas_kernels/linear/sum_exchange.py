@@ -27,8 +27,9 @@ class SumExchange:
     splits: int  # number of blocks of a cluster, along the cluster's axis "split"
     tiles: int  # largest number of tiles of a cluster
     shape: tuple[int, int]  # (rows, tokens) of a tile's sums
-    # [owned tiles, splits, ..] float32 in shared memory, the sums that this block receives. Interpreted, [splits, owned
-    # tiles, splits, ..] in global memory, the sums that each block of the cluster receives.
+    # The sums that this block receives from each block of the cluster, [owned tiles, splits, ..] float32 in shared
+    # memory. An interpreted kernel has the inboxes of all blocks of the cluster in one array in global memory, with the
+    # receiving block as its first axis.
     inbox: Any = None
     inbox_full: Any = None  # transaction barrier of all sums that this block receives; interpreted, a cluster barrier
 

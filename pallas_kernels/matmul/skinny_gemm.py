@@ -450,20 +450,29 @@ def _multiply_tile(steps, refs, done, tile, scales):
     Returns:
       FP8 scales of the next tile, which load while this tile is multiplied.
     """
-
     gemm = steps.gemm
     product = steps.product
     warpgroup = steps.warpgroup
 
     def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
+        """Loads the inputs of the product's tiles from here on, see `Product.load_inputs`."""
         if norm:
-            skinny_prologue.store_factors(norm[1], source_gmem, eps, warpgroup)
-        _meet(refs.inputs_ready)
-        columns = column + product.first_column, (product.depth, gemm.columns(product))
-        sources = source_gmem, rows, divisor
-        order = product.layout, gemm.stage_columns(product)
-        skinny_prologue.load_inputs(refs.inputs_smem, *sources, *columns, warpgroup, *order, norm)
-        _meet(refs.inputs_ready)
+            _, factors_smem = norm
+            skinny_prologue.store_factors(factors_smem, source_gmem, eps, warpgroup)
+        _meet(refs.inputs_ready)  # the factors are stored, and no warpgroup reads the previous inputs any more
+        skinny_prologue.load_inputs(
+            refs.inputs_smem,
+            source_gmem,
+            rows,
+            divisor,
+            column + product.first_column,
+            (product.depth, gemm.columns(product)),
+            warpgroup,
+            product.layout,
+            gemm.stage_columns(product),
+            norm,
+        )
+        _meet(refs.inputs_ready)  # the inputs are stored
 
     product.load_inputs(tile, load)
     next_scales = _load_scales(steps, jnp.minimum(tile + 1, product.tiles - 1))

@@ -138,12 +138,15 @@ def multiply_add(
         exponents = lax.dynamic_slice_in_dim(table, first_scale, size // 32, axis=1).astype(jnp.int32)
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
-        block = (step * size + lax.iota(jnp.int32, size)) // layout.block
+        block = (step * size + lax.iota(jnp.int32, size)) // layout.block  # of each column
         lane = block // 2
         if layout.has_small_blocks:
             lane = _lane_of_segment(lane, stage_format.step_segments)
-        halves = 16 * (gated or layout.has_small_blocks)
-        shift = 8 * (block % 2)[None, :] + (lax.iota(jnp.int32, ROWS) // HALF * halves)[:, None]
+        # The word of a lane holds the scales of two blocks in its lower half. If the two halves of the tile's rows have
+        # different scales, the upper half of the word belongs to the second half of the rows.
+        half = lax.iota(jnp.int32, ROWS) // HALF  # 0 or 1 for each row
+        half_bits = 16 if gated or layout.has_small_blocks else 0
+        shift = 8 * (block % 2)[None, :] + half_bits * half[:, None]
         values *= decode_scales((scales[lane][None, :] >> shift) & 255)
     x = inputs_smem[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
     x = x.transpose(0, 2, 1, 3).reshape(-1, size)

@@ -157,9 +157,10 @@ def start_unit(chunk_smem, bias_smem, in_window: jax.Array, row: jax.Array, sour
 
     Args:
       chunk_smem: [64, CHUNK] bfloat16 with `TRANSFORMS`; rows first .. first + 15 are written.
-      bias_smem: [64] float32. With chunk 0, elements first .. first + 15 are set to 0 for rows that exist, otherwise
-        to -inf.
-      in_window: int32 scalar; 0 if the rows are in the second of the `sources`, otherwise they are in the first.
+      bias_smem: [64] float32, written only with chunk 0: elements first .. first + 15 become 0, or -inf for a row with
+        index -1.
+      in_window: int32 scalar; 0 if the rows are in `entries`, otherwise they are in `window_rows`. Ignored if there are
+        no entries.
       row: [16] int32 indices of rows in the layout `PER_ROW`; a row with -1 becomes zeros.
       sources: `DenseRows.sources` in global memory.
       first: index of the unit's first row in the tile.
