@@ -200,9 +200,12 @@ class KVCacheManager(Summarized):
     def init_cache(self) -> KVCache:
         """Makes an empty cache on the devices, which becomes the manager's newest cache (see `rewind`).
 
-        A step on this cache raises ValueError for a batch of a request whose earlier tokens ran on another cache.
+        A step on this cache raises ValueError for a batch of a request whose earlier tokens ran on another cache. The
+        prefix cache is emptied, since its blocks lie in an earlier cache.
         """
         cache = KVCache.zeros(self.schema, self.mesh)
+        if self.requests.evictor is not None:
+            self.requests.evictor.clear()
         step_order.record_empty(cache, self.requests)
         return cache
 
