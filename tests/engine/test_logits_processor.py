@@ -186,6 +186,21 @@ def test_a_loop_on_the_device_and_the_next_one(expected, drafts):
     np.testing.assert_array_equal(processor.state["counts"], np.stack([s["counts"] for s in states]) + counted)
 
 
+def test_a_loop_returns_the_states_after_its_tokens():
+    """Not those after drafts that were right, but follow a stop token."""
+    manager = make(DRAFTING["config"])
+    slot = manager.admit()
+    batch = manager.prepare_forward({slot: [3]}, reserve=19)
+    chosen = dict(steps=20, drafts=2, stop_tokens=tuple(range(0, VOCAB, 4)))
+    counting = PROCESSOR.stacked([state_of(0)] * 4)
+    seeds = jnp.zeros(4, jnp.uint32)
+    output, _ = decode_loop(DRAFTING["model"], manager.init_cache(), batch, seeds, GREEDY, counting, **chosen)
+    tokens = np.asarray(output.tokens)[slot]
+    np.testing.assert_array_equal(
+        np.asarray(output.processor.state["counts"])[slot], np.bincount(tokens[tokens >= 0], minlength=VOCAB)
+    )
+
+
 @pytest.mark.slow
 def test_on_a_mesh(expected):
     """Each shard keeps the states of its own slots."""
