@@ -516,6 +516,7 @@ class KVCacheManager(Summarized):
         """Increases a request's length by the tokens that the device decoded without the host.
 
         The blocks for these tokens were reserved with the request's newest batch, see `reserve` of `prepare_forward`.
+        If the model has draft layers, the device may also have written refused drafts, and `min_length` allows for them.
 
         Args:
           slot: slot of the request.
@@ -533,7 +534,9 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
-        (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens]))
+        overrun = 0 if self.schema.config.drafts is None else min(room - num_tokens, self.schema.max_query_tokens - 1)
+        (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens + overrun]))
+        numbers["length"] -= overrun
         step_order.commit_length(self.requests, slot, state.with_numbers(numbers))
 
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:
