@@ -516,7 +516,7 @@ class KVCacheManager(Summarized):
         """Increases a request's length by the tokens that the device decoded without the host.
 
         The blocks for these tokens were reserved with the request's newest batch, see `reserve` of `prepare_forward`.
-        If the model has draft layers, the device may also have written refused drafts, and `min_length` allows for them.
+        If the model has draft layers, it may have written refused drafts too; `min_length` allows for them.
 
         Args:
           slot: slot of the request.
