@@ -47,7 +47,7 @@ class LogitsProcessor:
         return dataclasses.replace(self, state=jax.tree.map(lambda *xs: np.stack(xs), *checked))
 
     def check_state(self, state: Any, name: str) -> Any:
-        """Returns a request's state as NumPy arrays.
+        """Returns a copy of a request's state as NumPy arrays.
 
         Args:
           state: state of one request.
@@ -59,7 +59,7 @@ class LogitsProcessor:
         have, want = map(_types, (state, self.state))
         if have != want:
             raise ValueError(f"{name} has {have[1]} in {have[0]}, the processor's state has {want[1]} in {want[0]}")
-        return jax.tree.map(np.asarray, state)
+        return jax.tree.map(np.array, state)
 
     def updated(self, tokens: Int[Array, "slots r"], is_new: Bool[Array, "slots r"]) -> "LogitsProcessor":
         """Returns the processor with states that also count each slot's new tokens.

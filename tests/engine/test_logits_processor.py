@@ -136,6 +136,15 @@ def test_log_probabilities_are_those_of_the_model(expected):
     check(request.prompt, request.prompt_logprobs, request.prompt_top_logprobs)
 
 
+def test_a_state_may_be_changed_after_its_request_was_added(expected):
+    engine = engine_of()
+    state = state_of(4, ids(16, 40))
+    request = engine.add(REQUESTS[2][0], max_new_tokens=30, logits_state=state, sampling=REQUESTS[2][2], seed=2)
+    state["counts"][:] = 1
+    drain(engine)
+    assert request.generated == expected[2]
+
+
 def test_states_survive_errors_and_new_weights(expected, monkeypatch):
     engine = engine_of()
     calls = []
