@@ -70,7 +70,7 @@ def read_request(
         `compress_rate` compressor rows.
 
     Returns:
-      RequestRows with the rows that a step reads and `max_query_tokens - 1` earlier rows, zeros where a row is not live.
+      RequestRows with the rows that a step reads and `max_query_tokens - 1` earlier ones, zeros where one is not live.
       With `boundary`, only the rows that are listed for this argument.
     """
     schema = cache.schema
