@@ -70,14 +70,14 @@ def read_request(
         `compress_rate` compressor rows.
 
     Returns:
-      RequestRows with all rows of the slot's rings, zeros where a row is not live. With `boundary`, only the rows that
-      are listed for this argument.
+      RequestRows with the rows that a step reads and `max_query_tokens - 1` earlier ones, zeros where one is not live.
+      With `boundary`, only the rows that are listed for this argument.
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)
     window = schema.max_window
-    rows, _ = _newest_rows(cache.swa, slot, length, window if boundary else schema.swa_ring, min_length - window)
     spare = 0 if boundary else schema.max_query_tokens - 1
+    rows, _ = _newest_rows(cache.swa, slot, length, window + spare, min_length - window)
     streams, _ = _newest_rows(cache.streams, slot, length, 1 + spare, min_length - 1)
     context = schema.ngram_context
     ngram_ids, _ = _newest_rows(cache.ngram_ids, slot, length, context + spare, min_length - context)

@@ -251,7 +251,8 @@ class CacheSchema:
         struct = jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
-        ngram_ring = self.ngram_context + self.max_query_tokens - 1
+        # A copy of a request may run the newest token again, so this token must not overwrite a row that it reads.
+        ngram_ring = self.ngram_context + self.max_query_tokens
         return {
             "swa": _prepend(self.window_codec.struct, len(self.layers), slots, self.swa_ring),
             "streams": struct(shape, self.dtype) if keeps_streams else None,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.cache import Batch
 from dsv4_jax.parallel.local_ids import to_local_ids
@@ -47,7 +47,7 @@ class LogitsProcessor:
         return dataclasses.replace(self, state=jax.tree.map(lambda *xs: np.stack(xs), *checked))
 
     def check_state(self, state: Any, name: str) -> Any:
-        """Returns a request's state as NumPy arrays.
+        """Returns a copy of a request's state as NumPy arrays.
 
         Args:
           state: state of one request.
@@ -59,7 +59,22 @@ class LogitsProcessor:
         have, want = map(_types, (state, self.state))
         if have != want:
             raise ValueError(f"{name} has {have[1]} in {have[0]}, the processor's state has {want[1]} in {want[0]}")
-        return jax.tree.map(np.asarray, state)
+        return jax.tree.map(np.array, state)
+
+    def updated(self, tokens: Int[Array, "slots r"], is_new: Bool[Array, "slots r"]) -> "LogitsProcessor":
+        """Returns the processor with states that also count each slot's new tokens.
+
+        Args:
+          tokens: [slots, r] tokens of each slot, in order.
+          is_new: [slots, r] whether the state of the slot counts the token.
+        """
+        if self.update is None:
+            return self
+        state = self.state
+        for column, mask in zip(tokens.T, is_new.T, strict=True):
+            new = jax.vmap(self.update)(state, column)
+            state = jax.tree.map(lambda x, y, m=mask: jnp.where(m.reshape(-1, *[1] * (x.ndim - 1)), y, x), state, new)
+        return dataclasses.replace(self, state=state)
 
     def check(self, vocab_size: int) -> None:
         """Traces both functions on abstract arrays, and checks the types of their results.
@@ -135,12 +150,12 @@ class SlotRows:
         The state for a row that follows a draft is the slot's state, updated with the slot's drafts up to this one.
         """
         new = logits
-        state = self.processor.state
+        processor = self.processor
         for i in range(self.rows.shape[1]):
             rows = self.rows[:, i]
             if i:
-                state = self._updated(state, self.tokens[:, i], rows >= 0)
-            processed = jax.vmap(self.processor.process)(logits[jnp.maximum(rows, 0)], state)
+                processor = processor.updated(self.tokens[:, i : i + 1], rows[:, None] >= 0)
+            processed = jax.vmap(processor.process)(logits[jnp.maximum(rows, 0)], processor.state)
             new = new.at[jnp.where(rows >= 0, rows, len(logits))].set(processed, mode="drop")
         return new
 
@@ -151,18 +166,8 @@ class SlotRows:
           tokens: [n] the token drawn in each row.
           last: [slots] index in [0, n) of the last row whose drawn token becomes part of the request; -1 = no such row.
         """
-        state = self.processor.state
-        for i in range(self.rows.shape[1]):
-            rows = self.rows[:, i]
-            state = self._updated(state, tokens[jnp.maximum(rows, 0)], (rows >= 0) & (rows <= last))
-        return dataclasses.replace(self.processor, state=state)
-
-    def _updated(self, state, tokens, is_new):
-        """Returns the states [slots, ...] updated with `tokens` [slots] in the slots where `is_new` [slots] is True."""
-        if self.processor.update is None:
-            return state
-        new = jax.vmap(self.processor.update)(state, tokens)
-        return jax.tree.map(lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), y, x), state, new)
+        is_new = (self.rows >= 0) & (self.rows <= last[:, None])
+        return self.processor.updated(tokens[jnp.maximum(self.rows, 0)], is_new)
 
 
 @functools.partial(jax.jit, donate_argnames="processor")

@@ -60,7 +60,7 @@ class EngineConfig:
           drafter: the engine's `Drafter`, "model" for the model's draft layers, or None.
 
         Raises:
-          TypeError: `logits_processor`, `max_logprobs` or `record_decisions` has the wrong type.
+          TypeError: a number, `logits_processor` or `record_decisions` has the wrong type.
           ValueError: a value is out of its range, the drafter is of none of these kinds, or the model has no draft
             layers for "model".
         """
@@ -71,8 +71,10 @@ class EngineConfig:
         on_device = drafter == "model"
         if not (drafter is None or on_device or isinstance(drafter, Drafter)):
             raise ValueError(f"{drafter=} must be 'model', an object with a method `draft`, or None")
+        check_whole("token_budget", self.token_budget)
         if draft_tokens is None:
             draft_tokens = spare if drafter is not None else 0
+        check_whole("draft_tokens", draft_tokens)
         if not (0 <= draft_tokens <= spare) or (draft_tokens > 0) != (drafter is not None):
             raise ValueError(
                 f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import reprlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -67,6 +67,8 @@ class RequestParams:
         check_sampling(self.sampling)
         check_whole("priority", self.priority, 0)
         check_whole("top_logprobs", self.top_logprobs, 0)
+        if not isinstance(self.prompt_logprobs, bool):
+            raise TypeError(f"prompt_logprobs={self.prompt_logprobs!r} must be True or False; top_logprobs is a number")
         if self.draft_tokens is not None:
             check_whole("draft_tokens", self.draft_tokens, 0)
         if not isinstance(self.cache_salt, str):
@@ -346,7 +348,7 @@ def check_stop_tokens(stop_tokens: Sequence[int]) -> tuple[int, ...]:
       TypeError: the argument is not a sequence of integers.
       ValueError: an id is negative or 2**31 or above.
     """
-    if not isinstance(stop_tokens, Iterable):
+    if not isinstance(stop_tokens, Collection):  # an iterator would be empty for the next request
         raise TypeError(f"{stop_tokens=} must be a sequence of token ids")
     return tuple(check_whole(f"stop_tokens[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(stop_tokens))
 

@@ -149,8 +149,6 @@ class Scheduler:
             if request.finish_reason is not None:  # the exception came between the final token and `finish`
                 self.finish(request, request.finish_reason, request.error)
         if _is_lost(self.cache):
-            if self.prefix is not None:
-                self.prefix.evict(self.manager.schema.num_blocks)
             cache = self.manager.init_cache()
             cache = cache if self.cache.expert_counts is None else cache.with_expert_counts()
             self.cache = jax.device_put(cache, self._shardings)

@@ -55,8 +55,20 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]):
-        """Begins an empty text; `stops` are the stop strings, none of which may be empty."""
+        """Begins an empty text.
+
+        Args:
+          stops: the stop strings.
+
+        Raises:
+          TypeError: `stops` is a single text.
+          ValueError: a stop string is empty.
+        """
+        if isinstance(stops, str):
+            raise TypeError(f"stop={stops!r} must be a sequence of texts, such as [{stops!r}]")
         self._stops = tuple(stops)
+        if "" in self._stops:
+            raise ValueError(f"stop={stops!r} has an empty text, which would end every answer at once")
         self._held = ""
         self.found = False
 

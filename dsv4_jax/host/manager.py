@@ -201,9 +201,12 @@ class KVCacheManager(Summarized):
     def init_cache(self) -> KVCache:
         """Makes an empty cache on the devices, which becomes the manager's newest cache (see `rewind`).
 
-        A step on this cache raises ValueError for a batch of a request whose earlier tokens ran on another cache.
+        A step on this cache raises ValueError for a batch of a request whose earlier tokens ran on another cache. The
+        prefix cache is emptied, since its blocks lie in an earlier cache.
         """
         cache = KVCache.zeros(self.schema, self.mesh)
+        if self.requests.evictor is not None:
+            self.requests.evictor.clear()
         step_order.record_empty(cache, self.requests)
         return cache
 
@@ -514,6 +517,7 @@ class KVCacheManager(Summarized):
         """Increases a request's length by the tokens that the device decoded without the host.
 
         The blocks for these tokens were reserved with the request's newest batch, see `reserve` of `prepare_forward`.
+        If the model has draft layers, it may have written refused drafts too; `min_length` allows for them.
 
         Args:
           slot: slot of the request.
@@ -531,7 +535,9 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
-        (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens]))
+        overrun = 0 if self.schema.config.drafts is None else min(room - num_tokens, self.schema.max_query_tokens - 1)
+        (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens + overrun]))
+        numbers["length"] -= overrun
         step_order.commit_length(self.requests, slot, state.with_numbers(numbers))
 
     def rewind(self, slot: int, num_tokens: int, *, is_followed: bool = False) -> None:

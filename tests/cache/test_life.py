@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.config import EngramConfig
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh
@@ -124,3 +126,21 @@ def test_ngrams_of_requests_that_live_in_every_way():
         life.apply(name, a, b)
     assert all(life.done.values()), life.done
     life.drain()
+
+
+def test_a_copy_runs_the_newest_token_again_with_the_same_ngram():
+    """Without spare rows for drafts, too."""
+    host = manager(ENGRAM, max_query_tokens=1)
+    token_map = jnp.arange(ENGRAM.vocab_size, dtype=jnp.int32)
+
+    @jax.jit
+    def run(cache, batch):
+        return advance_ngrams(cache.begin_step(batch), batch, token_map)
+
+    cache = host.init_cache()
+    slot = host.admit()
+    for token in range(3, 9):
+        ngrams, cache = run(cache, host.prepare_forward({slot: [token]}))
+    (child,), cache = host.fork(cache, slot, 1, length=5)
+    again, _ = run(cache, host.prepare_forward({child: [8]}))
+    assert again[0].tolist() == ngrams[0].tolist() == [8, 7, 6, 5]

@@ -42,8 +42,8 @@ def test_bytes_of_v41():
     }  # fmt: skip
     parts = {name: size / 3 for name, size in schema.slot_bytes_by_pool().items()}
     assert (parts["sliding windows"], parts["full2 states"]) == (2_703_360, 24_576)
-    # Windows, states, and three ids for n-grams.
-    assert schema.bytes_per_request == 2_703_360 + 24_576 + 3 * 4
+    # Windows, states, and four ids for n-grams.
+    assert schema.bytes_per_request == 2_703_360 + 24_576 + 4 * 4
     assert KVCache.abstract(schema).nbytes == schema.memory_bytes()
 
 

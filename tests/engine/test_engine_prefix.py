@@ -94,6 +94,19 @@ def test_a_changed_byte_fails_the_request_that_would_read_it(small, wide):
     assert manager.free_slots == 3
 
 
+def test_prefixes_are_found_in_the_cache_that_has_their_blocks(small, wide):
+    """A second engine begins with an empty cache, unless it gets the first one's."""
+    manager = wide()
+    engine = make(small, manager, prefix=PrefixCache(manager, key="tiny"))
+    request = engine.add(SYSTEM, max_new_tokens=5)
+    want = list(engine.stream(request))
+    for cache, hit_tokens in ((None, 0), (None, 0), ("the earlier engine's", 32)):
+        cache = cache and engine.cache
+        engine = make(small, manager, cache=cache, prefix=engine.prefix)
+        request = engine.add(SYSTEM, max_new_tokens=5)
+        assert list(engine.stream(request)) == want and request.cached_tokens == hit_tokens
+
+
 def test_a_prefix_cache_of_another_manager_is_refused(small, wide):
     with pytest.raises(ValueError, match="prefix cache of another manager"):
         make(small, wide(), prefix=PrefixCache(wide(), key="tiny"))

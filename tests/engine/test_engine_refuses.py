@@ -43,6 +43,8 @@ def test_bad_requests_change_nothing(small, roomy, options, message):
         (dict(stop_tokens="ab"), r"stop_tokens\[0\]='a' must be a whole number"),
         (dict(stop_tokens=[1, 2.0]), r"stop_tokens\[1\]=2.0 must be a whole number"),
         (dict(stop_tokens=5), "stop_tokens=5 must be a sequence of token ids"),
+        (dict(stop_tokens=iter([5])), "stop_tokens=.* must be a sequence of token ids"),
+        (dict(prompt_logprobs=2), "prompt_logprobs=2 must be True or False; top_logprobs is a number"),
         (dict(id=[1]), r"id=\[1\] must be hashable"),
     ],
 )
@@ -56,6 +58,13 @@ def test_arguments_of_another_kind_change_nothing(small, roomy, options, message
     if "sampling" in options:
         with pytest.raises(TypeError, match=message):
             n_best(small[0], roomy, [1], n=2, max_new_tokens=4, **options)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("name", ["token_budget", "draft_tokens"])
+def test_sizes_of_another_kind_are_refused(small, roomy, name):
+    with pytest.raises(TypeError, match=f"{name}=3.0 must be a whole number"):
+        make(small, roomy, **{name: 3.0})
 
 
 @pytest.mark.usefixtures("untyped")

@@ -136,6 +136,15 @@ def test_log_probabilities_are_those_of_the_model(expected):
     check(request.prompt, request.prompt_logprobs, request.prompt_top_logprobs)
 
 
+def test_a_state_may_be_changed_after_its_request_was_added(expected):
+    engine = engine_of()
+    state = state_of(4, ids(16, 40))
+    request = engine.add(REQUESTS[2][0], max_new_tokens=30, logits_state=state, sampling=REQUESTS[2][2], seed=2)
+    state["counts"][:] = 1
+    drain(engine)
+    assert request.generated == expected[2]
+
+
 def test_states_survive_errors_and_new_weights(expected, monkeypatch):
     engine = engine_of()
     calls = []
@@ -184,6 +193,21 @@ def test_a_loop_on_the_device_and_the_next_one(expected, drafts):
     assert not drafts or np.asarray(output.accepted).max() > 0
     counted = [np.bincount(row, minlength=VOCAB) for row in tokens]
     np.testing.assert_array_equal(processor.state["counts"], np.stack([s["counts"] for s in states]) + counted)
+
+
+def test_a_loop_returns_the_states_after_its_tokens():
+    """Not those after drafts that were right, but follow a stop token."""
+    manager = make(DRAFTING["config"])
+    slot = manager.admit()
+    batch = manager.prepare_forward({slot: [3]}, reserve=19)
+    chosen = dict(steps=20, drafts=2, stop_tokens=tuple(range(0, VOCAB, 4)))
+    counting = PROCESSOR.stacked([state_of(0)] * 4)
+    seeds = jnp.zeros(4, jnp.uint32)
+    output, _ = decode_loop(DRAFTING["model"], manager.init_cache(), batch, seeds, GREEDY, counting, **chosen)
+    tokens = np.asarray(output.tokens)[slot]
+    np.testing.assert_array_equal(
+        np.asarray(output.processor.state["counts"])[slot], np.bincount(tokens[tokens >= 0], minlength=VOCAB)
+    )
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The manager: what batches hold, their sizes, and that every refusal leaves the manager as it was."""
 
 import copy
+import dataclasses
 import inspect
 
 import chex
@@ -429,6 +430,16 @@ class TestRewind:
         unchanged(manager)
         with pytest.raises(ValueError, match="rewind num_tokens=3: it holds 19, its rings reach back to 17.*at most 2"):
             manager.rewind(slot, 3)
+
+    @pytest.mark.parametrize(("reserve", "reached"), [(3, 17), (4, 18), (12, 20)])
+    def test_after_a_loop_that_may_have_written_refused_drafts(self, reserve, reached):
+        """They lie behind the tokens that the loop returned, up to the end of its blocks."""
+        config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
+        manager = KVCacheManager(config, num_blocks=4, max_context=17 + reserve, block_tokens=16, max_query_tokens=4)
+        slot = manager.admit()
+        manager.prepare_forward({slot: ids(17)}, reserve=reserve)
+        manager.advance(slot, 3)
+        assert (manager.length(slot), manager.min_length(slot)) == (20, reached)
 
     def test_of_a_batch_before_the_newest(self):
         """Two refused drafts of three tokens; then those of the batch that was prepared behind them."""

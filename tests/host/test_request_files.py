@@ -95,6 +95,16 @@ class TestRoundTrip:
             same_bytes(a[:, -min(live, both) :], b[:, -min(live, both) :])
             assert not np.asarray(a[:, : a.shape[1] - live]).any()
 
+    @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 3)])
+    def test_rings_of_a_model_with_draft_layers(self, tmp_path, before, after):
+        """Its windows have more spare rows than its other rings, which drafts overwrite."""
+        config = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
+        manager, cache, slot = begun(config=config, max_query_tokens=before)
+        save_request(tmp_path / "request", manager, cache, slot, ids(40))
+        other = make(config, max_query_tokens=after)
+        slot, tokens, cache = load_request(tmp_path / "request", other, random_cache(other))
+        assert tokens.tolist() == ids(40) and other.min_length(slot) == 41 - min(before, after)
+
     def test_offload_and_resume(self):
         manager, cache, slot = begun()
         before = capture(manager, cache, slot)

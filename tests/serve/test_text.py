@@ -60,6 +60,14 @@ def test_what_may_begin_a_stop_string_is_held_back(tokenizer, stops, pieces):
     assert shown(AnswerText(tokenizer, [256], stops), b"hello world") == pieces
 
 
+@pytest.mark.usefixtures("untyped")
+def test_stop_strings_that_would_end_other_answers_are_refused():
+    with pytest.raises(TypeError, match=r"stop='end' must be a sequence of texts, such as \['end'\]"):
+        StopStrings("end")
+    with pytest.raises(ValueError, match=r"stop=\['a', ''\] has an empty text"):
+        StopStrings(["a", ""])
+
+
 @given(
     text=st.text("ab", max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
