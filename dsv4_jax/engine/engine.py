@@ -352,7 +352,8 @@ class Engine(Summarized):
     def stream(self, request: Request) -> Iterator[int]:
         """Yields a request's generated token ids: first those that it has, then each new one.
 
-        The iteration runs steps of the engine, with all requests, until the request has finished.
+        The iteration runs steps of the engine, with all requests, until the request has finished. The next `step` also
+        returns the outputs of these steps, except those of a request that was iterated to its end.
 
         Raises:
           ValueError: the request belongs to another engine.
@@ -368,6 +369,8 @@ class Engine(Summarized):
             if request.finish_reason is not None:
                 break
             self._run_step(decode=True)
+        # The caller has all tokens. Otherwise streams without a call of `step` would keep every request in memory.
+        self._scheduler.pending_outputs.pop(request, None)
         if request.error is not None:
             raise request.error
 
