@@ -286,6 +286,9 @@ def test_the_first_layers_keep_what_they_are():
     config = DSV4Config.small(layers)
     assert config.first_layers(3) == config
     assert config.first_layers(2) == DSV4Config.small(layers[:2])
+    for count in (-1, 0, 4):
+        with pytest.raises(ValueError, match=rf"count={count} must be at (least 1|most 3)"):
+            config.first_layers(count)
     flash = DSV4Config.v4_flash_0731().first_layers(5)
     assert flash.specs == DSV4Config.v4_flash().specs[:5] and flash.mlp_layer_types == ("hash_moe",) * 3 + ("moe",) * 2
     assert flash.dspark is not None and flash.dspark.target_layer_ids == (2, 3, 4)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from flax import nnx
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
+from dsv4_jax.checkpoint.match import listing
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, SINGLE_NAME
 from dsv4_jax.checkpoint.rounding_loss import RoundingLoss
@@ -66,10 +68,10 @@ def save_release(
       progress: whether to show a progress bar on standard error.
 
     Raises:
-      ValueError: `shard_bytes` is not positive; the model has adapters; a parameter is not finite; `weights` or
-        `naming` is unknown, or they exclude each other; or the release's config.json cannot express the layers, because
-        hash-routed layers follow other layers, or a layer's spec differs from that of layers with the same compression
-        rate in a release.
+      ValueError: `shard_bytes` is not positive; the model has adapters; a parameter is not finite, or the release has
+        none of its name, as in a module of your own; `weights` or `naming` is unknown, or they exclude each other; or
+        the release's config.json cannot express the layers, because hash-routed layers follow other layers, or a
+        layer's spec differs from that of layers with the same compression rate in a release.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -79,6 +81,10 @@ def save_release(
     parameters = parameter_views(model)
     table = list(keys.weights(model.config, naming))
     headers = [entries for weight in table for entries in tensor_headers(weight, weights)]
+    trained = {path for path, view in parameters.items() if isinstance(view.variable, nnx.Param)}
+    known = {weight.path for weight in table}
+    if others := sorted((trained - known) | (known - parameters.keys())):
+        raise ValueError(f"the model and the release differ in parameters:{listing(others)}")
     for weight in table:
         if not np.isfinite(np.asarray(parameters[weight.path].read(), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
@@ -118,6 +124,8 @@ def write_checkpoint(
     content = json.dumps(config, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(content)
+    for name in (INDEX_NAME, SINGLE_NAME):  # of an earlier checkpoint, which may have had another number of files
+        (folder / name).unlink(missing_ok=True)
 
     shards: list[list[TensorHeader]] = [[]]
     for entries in headers:

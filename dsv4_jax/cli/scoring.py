@@ -106,8 +106,13 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
             results["confidence"] = confidence
         return cache, results
 
+    def by_token(x):
+        """Returns [T, ...] from [per_row, slots, ...]. The batch may have padding behind the tokens of all slots."""
+        x = x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+        return jnp.pad(x, [(0, len(batch.positions) - len(x)), *[(0, 0)] * (x.ndim - 1)])
+
     cache, results = jax.lax.scan(score_position, cache, jnp.arange(per_row, dtype=jnp.int32))
-    return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in results.items()}, cache
+    return jax.tree.map(by_token, results), cache
 
 
 def score_ids(

@@ -215,7 +215,11 @@ class DSV4Config:
         return dataclasses.replace(self, specs=tuple(specs), mlp_layer_types=mlps, dspark=dspark, engram=engram)
 
     def first_layers(self, count: int) -> "DSV4Config":
-        """Returns the configuration of a model that has only the first `count` layers of this one."""
+        """Returns the configuration of a model that has only the first `count` layers of this one.
+
+        Raises ValueError if this model has fewer layers, or `count` is below 1.
+        """
+        check_whole("count", count, 1, self.num_hidden_layers)
         return self.with_layers(self.specs[:count], self.mlp_layer_types[:count])
 
     def with_dspark(

@@ -245,7 +245,12 @@ class DeepseekV4ForCausalLM(nnx.Module):
 
         Returns:
           (hidden states [T, hidden]; inputs of the draft layers [T, n, hidden]; Decisions [T, ...]; the updated cache).
+
+        Raises:
+          ValueError: a name is no field of `Decisions`.
         """
+        if unknown := sorted({*names} - {*(known := Decisions.__annotations__)}):
+            raise ValueError(f"names={unknown} are unknown; known: {', '.join(known)}")
         hidden, streams, recorded, new_cache = self.model(cache, batch, record=names)
         decisions = Decisions.collect(recorded, names, self.config, cache.schema.max_context)
         return hidden, streams, decisions, new_cache

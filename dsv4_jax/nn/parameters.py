@@ -61,11 +61,15 @@ class ParameterView:
     def set_value(self, new: Array | QuantizedWeight) -> None:
         """Writes the parameter into the variable, whose old arrays are donated.
 
-        Raises ValueError if the new value has another shape, or if only one of the new value and the variable is
-        quantized.
+        Raises ValueError if the new value has another shape, or is not stored like the variable: as an array, or
+        quantized in the same kind.
         """
-        if new.shape != self.shape or isinstance(new, QuantizedWeight) != (leaf_names(self.variable) != (None,)):
-            raise ValueError(f"the new value must be stored like the old one, with shape {self.shape}; got {new.shape}")
+        kind, new_kind = (getattr(value, "kind", "an array") for value in (self.variable.get_value(), new))
+        if (new.shape, new_kind) != (self.shape, kind):
+            raise ValueError(
+                f"the new value must be stored like the old one, with shape {self.shape} as {kind}; "
+                f"got {new.shape} as {new_kind}"
+            )
         for field in leaf_names(self.variable):
             leaf: Any = new if field is None else getattr(new, field)
             write_leaf(self.variable, field, leaf, self.leaf_index(field))

@@ -348,9 +348,9 @@ class CompletionAnswer(OpenAIAnswer):
 
 
 def _score(choice: Any) -> float:
-    """Returns the score by which `best_of` selects choices, as in `engine.search.n_best`."""
+    """Returns the score by which `best_of` selects choices, as in `engine.search.n_best`; 0 without new tokens."""
     tokens = choice.generated
-    return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score()
+    return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score() if tokens else 0.0
 
 
 async def run_off_loop[*Args, T](tokens: int, function: Callable[[*Args], T], *args: *Args) -> T:

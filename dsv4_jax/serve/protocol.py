@@ -190,6 +190,7 @@ class TextPart(_Body):
 
     type: Literal["text"]
     text: str
+    _unused = ("cache_control",)
 
 
 class Thought(_Body):
@@ -217,7 +218,7 @@ class Message(_Body):
     tool_calls: _List[dict[str, Any]] = []
     tool_call_id: str | None = None
     prefix: bool = False
-    _unused = ("annotations", "provider_specific_fields")
+    _unused = ("annotations", "provider_specific_fields", "cache_control")
 
     @model_validator(mode="after")
     def _agree(self) -> "Message":

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import save_file
 
@@ -278,7 +279,20 @@ def test_save_refuses_before_it_writes(release, tmp_path):
     broken.model.norm.weight[...] = broken.model.norm.weight[...].at[0].set(jnp.nan)
     with pytest.raises(ValueError, match=r"model\.norm\.weight has NaN or infinite values"):
         save_release(broken, tmp_path / "x")
+    changed = load_checkpoint(TINY)
+    changed.model.norm.bias = nnx.Param(jnp.zeros(3))
+    changed.lm_head = nnx.List([changed.lm_head])
+    with pytest.raises(ValueError, match=r"lm_head\.0\.weight\n  lm_head\.weight\n  model\.norm\.bias"):
+        save_release(changed, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("sizes", [(10**6, 10**9), (10**9, 10**6)])
+def test_a_folder_may_hold_an_earlier_checkpoint(release, tmp_path, sizes):
+    """Of another number of files, one of which has an index."""
+    for size in sizes:
+        save_release(release, tmp_path, shard_bytes=size)
+    assert read_checkpoint(tmp_path).keys()
 
 
 def test_the_index_is_complete(release, tmp_path):

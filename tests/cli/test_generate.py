@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from dsv4_jax.cache import CacheSchema
-from dsv4_jax.checkpoint import read_tokenizer
+from dsv4_jax.checkpoint import read_tokenizer, save_release
 from dsv4_jax.cli.generate_command import _print
 from dsv4_jax.cli.model_options import ModelOptions
-from dsv4_jax.config import DSV4Config
+from dsv4_jax.config import DSV4Config, LayerSpec
+from dsv4_jax.nn import DeepseekV4ForCausalLM
 from tests.byte_tokenizer import write_byte_tokenizer
-from tests.paths import DATA, TINY
+from tests.paths import DATA, PACKAGED, TINY
 
 
 IDS = ["--checkpoint", TINY, "--max-new-tokens", "32"]
@@ -61,6 +62,20 @@ def test_a_mesh_finds_the_same_likelihoods(run, layer_of_each_kind, tmp_path):
         scores.append(np.load(tmp_path / "out.npz")["log_likelihoods"])
     # float32 sums in other orders, and now and then the next FP8 code of a value.
     np.testing.assert_allclose(*scores, rtol=0, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_a_mesh_finds_the_same_drafts(run, tmp_path):
+    """A step of five tokens of each row has padding behind them, which separates the rows of two devices."""
+    config = DSV4Config.from_hf(PACKAGED, mtp=True).with_layers([LayerSpec()])
+    save_release(DeepseekV4ForCausalLM(config), tmp_path)
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(0, 256, (2, 10)))
+    scores = []
+    for more in ([], ["--mesh", "data=2"]):
+        files = ["--checkpoint", tmp_path, "--ids", tmp_path / "ids.npy", "--out", tmp_path / "out.npz"]
+        run("score", *files, "--dtype", "float32", "--chunk", "5", "--drafts", "1", *more)
+        scores.append(np.load(tmp_path / "out.npz")["draft_logits"])
+    np.testing.assert_allclose(*scores, rtol=0, atol=1e-2)  # as above
 
 
 @pytest.mark.parametrize(

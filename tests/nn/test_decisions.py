@@ -260,6 +260,8 @@ def test_refuses_decisions_of_another_batch_or_model():
     manager = make_manager(config)
     batch = manager.prepare_forward({manager.admit(): [1, 2, 3]})
     cache = manager.init_cache()
+    with pytest.raises(ValueError, match=r"names=\['expert'\] are unknown; known: experts, selection"):
+        model.forward_decisions(cache, batch, ("expert",))
 
     def call(**fields):
         return jax.eval_shape(model, cache, dataclasses.replace(batch, decisions=Decisions(**fields)))

@@ -225,6 +225,12 @@ def test_views_write_codes_and_scales():
         assert_writes_alone(model, path, QuantizedWeight(codes, scale, kind, old.dtype))
     with pytest.raises(ValueError, match="must be stored like the old one"):
         parameter_views(model)[path].set_value(jnp.zeros(old.shape))
+    view = parameter_views(model)["model.layers.1.self_attn.o_b_proj.weight"]
+    before = view.read()
+    for kind in ("FP4", "FP8_32", "FP8_ROWS"):
+        with pytest.raises(ValueError, match=rf"with shape \(64, 32\) as FP8; got \(64, 32\) as {kind}"):
+            view.set_value(QuantizedWeight.encode(before + 1, kind))
+    chex.assert_trees_all_equal(view.read(), before)
 
 
 @pytest.mark.slow

@@ -308,6 +308,22 @@ def test_what_chats_of_other_servers_have(scripted, release):
         assert usage["completion_tokens_details"] == dict(reasoning_tokens=len("Well."))
 
 
+def test_marks_for_a_cache_in_chats(scripted):
+    """Every prefix is looked up without them."""
+    prompts = []
+    for mark in ({}, dict(cache_control=dict(type="ephemeral"))):
+        scripted.say("</think>ok")
+        messages = [
+            dict(role="system", content="Look.") | mark,
+            dict(role="user", content=[dict(type="text", text="Hi") | mark]),
+        ]
+        body = dict(messages=messages, tools=[tool | mark for tool in TOOLS])
+        status, answer, _ = post(scripted, "chat/completions", **body)
+        assert status == 200, answer
+        prompts += scripted.prompts
+    assert prompts[0] == prompts[1]
+
+
 def test_any_of_two_tools_in_messages(scripted, claude):
     scripted.say("I would rather not.")
     options = dict(model="tiny", max_tokens=400, messages=HI, extra_body=dict(temperature=0))

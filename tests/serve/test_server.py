@@ -117,6 +117,8 @@ def test_several_answers_are_those_of_following_seeds(server, expected):
     assert [choice.text for choice in answer.choices] == sorted(score, key=score.get, reverse=True)[:3]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.usage.completion_tokens == sum(single.usage.completion_tokens for single in singles)
+    echo = ask(model="tiny", prompt=PROMPT, n=3, best_of=4, max_tokens=0, echo=True, **WARM)
+    assert [choice.text for choice in echo.choices] == [PROMPT] * 3
     events = list(ask(model="tiny", prompt=[PROMPT, "In"], n=2, seed=0, max_tokens=TOKENS, stream=True, **WARM))
     texts = {i: "".join(c.text for e in events for c in e.choices if c.index == i) for i in range(4)}
     assert [texts[0], texts[1]] == [found[0].text, found[1].text]
