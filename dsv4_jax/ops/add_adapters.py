@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.common.arguments import check
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
 from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value, round_to
 from pallas_kernels import linear as kernels
@@ -42,7 +43,12 @@ def add_adapters(
 
     Returns:
       The outputs with the products added in float32, rounded to their dtypes.
+
+    Raises:
+      ValueError: `scales` has another number of factors than there are adapters.
     """
+    number = downs[0].shape[0]
+    check(len(scales) == number, f"{scales=} must have a factor for each of the {number} adapters")
     args = tuple(outputs), x, tuple(downs), tuple(ups), numbers
     return dispatch("add_adapters", implementation, *args, xla=_add_xla, kernel=_add_kernel, scales=scales)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.common.arguments import check
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype, swiglu
 from dsv4_jax.quant import LayerSlice, QuantizedWeight, layer_stacks, layer_value, round_to
@@ -54,7 +55,14 @@ def experts(
     Returns:
       Without a shared expert, [T, D] float32: the sum of the experts' outputs, each of which is rounded to x's dtype.
       With a shared expert, [T, D] in x's dtype: the shared expert's output is added last, and the sum is rounded.
+
+    Raises:
+      ValueError: `selected` and `weights` differ in shape, or have another number of tokens than x.
     """
+    check(
+        selected.shape == weights.shape and len(selected) == len(x),
+        f"selected {selected.shape} and weights {weights.shape} must have a row for each of the {len(x)} tokens of x",
+    )
     if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
         arrays = x, selected, weights, gate_up, down, permutation
         routed = experts(*arrays, limit=limit, implementation=implementation)

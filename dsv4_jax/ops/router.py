@@ -49,7 +49,7 @@ def _(primals, tangents):
 
 
 def _router_kernel(x, weight, bias, table, token_ids, slots, images, *, interpret, **options):
-    _check(bias, table, token_ids)
+    _check(bias, table, token_ids, options["top_k"])
     if x.shape[0] > MAX_TOKENS and x.dtype == jnp.bfloat16:
         bias, table = layer_value((bias, table))
         return _select(_products(x, layer_value(weight)), bias, table, token_ids, slots, images, **options)
@@ -73,11 +73,13 @@ def _products(x, weight):
     return products.reshape(len(x), PARTS, -1).sum(axis=1)
 
 
-def _check(bias, table, token_ids):
+def _check(bias, table, token_ids, top_k):
     if (bias is None) == (table is None) or (table is None) != (token_ids is None):
         arguments = {"bias": bias, "table": table, "token_ids": token_ids}
         names = ", ".join(name for name, value in arguments.items() if value is not None)
         raise ValueError(f"either bias, or table and token_ids must be given, got {names or 'none of them'}")
+    if table is not None and table.shape[-1] != top_k:
+        raise ValueError(f"{top_k=} must be {table.shape[-1]}, the number of experts that the table has for a token id")
 
 
 @with_kernel(_router_kernel)
@@ -122,9 +124,10 @@ def router(
       Routing with the experts and weights of each token.
 
     Raises:
-      ValueError: neither or both of bias and table are given, or only one of table and token ids.
+      ValueError: neither or both of bias and table are given, or only one of table and token ids; or the table has
+        another number of experts than `top_k`.
     """
-    _check(bias, table, token_ids)
+    _check(bias, table, token_ids, top_k)
     logits = linear(x.astype(jnp.float32), weight)[0]
     return _select(logits, bias, table, token_ids, slots, images, top_k=top_k, scaling_factor=scaling_factor)
 

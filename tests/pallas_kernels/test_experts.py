@@ -319,9 +319,11 @@ for inner in 2304, 576:
     assert max(used.values()) <= 80, used
 
 
-def test_what_the_kernel_does_not_take_is_refused():
+def test_what_the_kernel_does_not_take_is_refused(untyped):
     x, selected, weights, gate_up, down = operands(3, 3, 4, 512, 512)
     call = functools.partial(ops.experts, limit=LIMIT, implementation="interpret")
+    with pytest.raises(ValueError, match=r"must have a row for each of the 3 tokens of x"):
+        call(x, selected[:2], weights[:2], gate_up, down)
     with pytest.raises(NotImplementedError, match="takes gate_up as bfloat16"):
         call(x, selected, weights, gate_up[...].astype(jnp.float32), down[...])
     with pytest.raises(NotImplementedError, match="takes x as bfloat16"):

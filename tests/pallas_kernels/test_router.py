@@ -183,7 +183,7 @@ for name, tokens, depth, experts in sizes:
     assert max(used.values()) <= 168, used
 
 
-def test_what_the_kernel_does_not_take_is_refused():
+def test_what_the_kernel_does_not_take_is_refused(untyped):
     x, weight, bias, *_ = operands(2, 512, 128)
     call = functools.partial(ops.router, top_k=TOP_K, scaling_factor=1.0, implementation="interpret")
     with pytest.raises(NotImplementedError, match="takes x as bfloat16"):
@@ -192,6 +192,9 @@ def test_what_the_kernel_does_not_take_is_refused():
         call(x, weight[:100], bias[:100])
     with pytest.raises(ValueError, match="either bias, or table and token_ids must be given, got none of them"):
         call(x, weight)
+    ids = jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="top_k=6 must be 4, the number of experts that the table has"):
+        call(x, weight, None, jnp.zeros((9, 4), jnp.int32), ids)
     options = dict(top_k=TOP_K, scaling_factor=1.0, interpret=True)
     with pytest.raises(NotImplementedError, match="1 to 256 tokens, got 258"):
         router(jnp.concatenate([x] * 129), weight, bias, **options)

@@ -128,3 +128,8 @@ def test_products_of_another_adapter_may_be_infinite():
     down = jnp.stack([jnp.ones((1, 4)), jnp.full((1, 4), 3e38)])
     (y,) = ops.add_adapters([jnp.zeros((2, 3))], x, [down], [jnp.ones((3, 2, 1))], jnp.array([0, -1]), (1.0, 1.0))
     np.testing.assert_array_equal(y, [[8.0] * 3, [0.0] * 3])
+
+
+def test_another_number_of_scales_is_refused():
+    with pytest.raises(ValueError, match=r"scales=\(0.5, 1.0\) must have a factor for each of the 4 adapters"):
+        ops.add_adapters(*operands(8, ((64, 1),), 16), SCALES[:2])
