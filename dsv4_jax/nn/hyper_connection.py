@@ -128,7 +128,7 @@ class HyperHead(nnx.Module):
         self.hc_base = normal(rngs, (h,), std=0.5)
         self.hc_scale = normal(rngs, (1,), mean=1.0)
 
-    @jax.named_scope("lm_head")
+    @jax.named_scope("hyper_connections")
     def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
         """Merges the final block's output into the streams, and collapses them.
 

@@ -99,11 +99,12 @@ class DeepseekV4Model(nnx.Module):
             residual, carry, cache, recorded = self.layers(
                 residual, cache, batch, carry, tap_layers=targets, record=record
             )
-        if self.hc_head is None:
-            collapsed, streams = residual.collapsed()
-            hidden = self.norm(collapsed)
-        else:
-            hidden, streams = self.hc_head.pre(residual, self.norm)
+        with jax.named_scope("lm_head"):  # the end of the streams belongs to no layer
+            if self.hc_head is None:
+                collapsed, streams = residual.collapsed()
+                hidden = self.norm(collapsed)
+            else:
+                hidden, streams = self.hc_head.pre(residual, self.norm)
         if targets:
             if targets[-1] == len(self.layers) - 1:
                 carry = carry.with_tap(len(targets) - 1, streams)

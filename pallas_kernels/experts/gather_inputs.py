@@ -50,7 +50,7 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
 def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted: bool) -> None:
     """Sets y[row] to x[pairs[row] // divisor], with permuted columns if `permuted`. One warpgroup runs it.
 
-    Pair -1 leaves the row as it is on a GPU; interpreted, the row gets x[0].
+    Pair -1 leaves the row as it is on a GPU; interpreted, the row gets some row of x.
     """
     values = x_gmem[lax.div(pairs_gmem[row], divisor)]
     y_gmem[row] = permute_columns(values[None])[0] if permuted else values
