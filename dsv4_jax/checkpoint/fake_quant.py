@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from dsv4_jax.checkpoint import keys
+from dsv4_jax.checkpoint.match import listing
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, round_to, straight_through
 
@@ -34,11 +35,17 @@ def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
 
     Args:
       model: the model, with float32 or bfloat16 weights.
+
+    Raises:
+      ValueError: the model lacks parameters of the release, since another module is in the place of a linear map.
     """
     rounded = nnx.clone(model)
     views = parameter_views(rounded)
+    table = list(keys.weights(model.config, "release"))
+    if missing := sorted({weight.path for weight in table} - views.keys()):
+        raise ValueError(f"the model lacks parameters of the release:{listing(missing)}")
     # Parameters that share a variable have the same storage.
-    variables = {id(views[weight.path].variable): weight for weight in keys.weights(model.config, "release")}
+    variables = {id(views[weight.path].variable): weight for weight in table}
     for weight in variables.values():
         variable: Any = views[weight.path].variable
         if not isinstance(variable.get_value(), QuantizedWeight):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
+from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.decode.sampling import BatchedSamplingParams, SamplingParams, sample
 from dsv4_jax.nn.draft_layers import Draw
@@ -75,13 +76,15 @@ class DraftOptions:
         below this minimum and all later drafts are dropped; 0 = no draft is dropped.
 
     Raises:
-      ValueError: `min_confidence` is not from 0 to 1.
+      TypeError: `count` is no whole number.
+      ValueError: `count` is negative, or `min_confidence` is not from 0 to 1.
     """
 
     count: int = 0
     min_confidence: float = 0.0
 
     def __post_init__(self):
+        check_whole("drafts", self.count, 0)
         if not 0 <= self.min_confidence <= 1:
             raise ValueError(f"min_confidence={self.min_confidence} must be from 0 to 1, a probability")
 

@@ -274,10 +274,12 @@ class Engine(Summarized):
           seeds: one seed for each new request.
 
         Raises:
-          TypeError: a seed is not an integer.
+          TypeError: `seeds` is a number, or a seed is not an integer.
           ValueError: the request has finished or belongs to another engine, or `seeds` is empty.
         """
         self._check_unfinished(request)
+        if isinstance(seeds, int):
+            raise TypeError(f"{seeds=} must be a sequence with a seed for each new request, such as [{seeds}]")
         if not len(seeds):
             raise ValueError("seeds is empty: give one for each new request")
         children = [request.child(seed=seed, order=self._next_order()) for seed in seeds]

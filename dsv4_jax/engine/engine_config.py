@@ -77,8 +77,8 @@ class EngineConfig:
         check_whole("draft_tokens", draft_tokens)
         if not (0 <= draft_tokens <= spare) or (draft_tokens > 0) != (drafter is not None):
             raise ValueError(
-                f"{draft_tokens=} must be from 1 to {spare} with a drafter and 0 without one: the manager has "
-                f"max_query_tokens={spare + 1}"
+                f"{draft_tokens=} must be 0 without a drafter and at least 1 with one; the manager's "
+                f"max_query_tokens={spare + 1} allows up to {spare}"
             )
         if on_device:
             check_drafts(schema, DraftOptions(draft_tokens, self.min_confidence))

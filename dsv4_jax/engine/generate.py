@@ -53,6 +53,7 @@ def stream(
     """
     # The engine is closed even if the caller stops iterating or a step fails, so that the manager holds no requests.
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
+        seed = check_whole("seed", seed)
         for i, prompt in enumerate(prompts):
             engine.add(prompt, max_new_tokens=max_new_tokens, seed=seed + i, **params)
         while engine.busy:
@@ -91,6 +92,7 @@ def generate(
       CacheFullError: the slots and blocks do not suffice for all prompts at once.
     """
     stop_tokens = check_stop_tokens(stop_tokens)
+    seed = check_whole("seed", seed)
     model = CompiledModel.of(model)
     with engine_for_prompts(model, manager, prompts, max_new_tokens, chunk, drafts) as engine:
         num_fitting = manager.count_fitting([len(prompt) + max_new_tokens - 1 for prompt in prompts])

@@ -77,6 +77,8 @@ class RequestParams:
             raise TypeError(f"adapter={self.adapter!r} must be the name of an adapter, or None")
         object.__setattr__(self, "seed", check_whole("seed", self.seed) % 2**32)
         object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
+        if isinstance(self.grammar, str | dict):
+            raise TypeError(f"grammar={self.grammar!r:.80} must be compiled, see dsv4_jax.engine.grammar.Grammar")
         if self.grammar is not None and not set(ends := self.grammar.vocabulary.end_tokens) & set(self.stop_tokens):
             raise ValueError(f"stop_tokens={self.stop_tokens} must have one of {ends}, which end the grammar's text")
 

@@ -216,3 +216,10 @@ def test_quantized_weights_and_adapters_stay(one_layer, tmp_path):
 
 def _is_float(_, variable):
     return jnp.issubdtype(variable.get_value().dtype, jnp.floating)
+
+
+def test_a_model_with_another_head_is_refused():
+    model = DeepseekV4ForCausalLM(DSV4Config.small([LayerSpec()]), rngs=nnx.Rngs(0))
+    model.lm_head = nnx.List([model.lm_head])
+    with pytest.raises(ValueError, match=r"lacks parameters of the release:\n  lm_head\.weight"):
+        fake_quantize(model)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dsv4_jax.engine import Engine, PromptLookup, n_best, requests
+from dsv4_jax.engine import Engine, PromptLookup, generate, n_best, requests, stream
 
 
 def make(small, manager, **options):
@@ -46,6 +46,7 @@ def test_bad_requests_change_nothing(small, roomy, options, message):
         (dict(stop_tokens=iter([5])), "stop_tokens=.* must be a sequence of token ids"),
         (dict(prompt_logprobs=2), "prompt_logprobs=2 must be True or False; top_logprobs is a number"),
         (dict(id=[1]), r"id=\[1\] must be hashable"),
+        (dict(grammar="[a-z]+"), r"grammar='\[a-z\]\+' must be compiled, see dsv4_jax.engine.grammar.Grammar"),
     ],
 )
 @pytest.mark.usefixtures("untyped")
@@ -74,7 +75,18 @@ def test_a_fork_with_a_bad_seed_changes_nothing(small, roomy):
     assert request.params.seed == 2**32 - 1
     with pytest.raises(TypeError, match="seed=0.5 must be a whole number"):
         engine.fork(request, [3, 0.5])
+    with pytest.raises(TypeError, match=r"seeds=3 must be a sequence with a seed for each new request, such as \[3\]"):
+        engine.fork(request, 3)
     assert engine.waiting == (request,) and engine.metrics.restarts == 0
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("options", [dict(seed="a"), dict(drafts="a"), dict(drafts=1.0)])
+def test_numbers_of_another_kind_are_refused_by_generate(small, roomy, options):
+    ((name, value),) = options.items()
+    for run in generate, lambda *args, **options: next(stream(*args, **options)):
+        with pytest.raises(TypeError, match=f"{name}={value!r} must be a whole number"):
+            run(small[0], roomy, [[1, 2]], max_new_tokens=2, **options)
 
 
 def test_numbers_that_are_ids_are_not_given_again(small, roomy):
@@ -111,10 +123,10 @@ def test_a_long_queue_is_not_sorted_for_each_request(small, roomy, monkeypatch):
     ("options", "message"),
     [
         (dict(token_budget=0), "token_budget=0 must be at least 12: 4 for each of 3 requests"),
-        (dict(draft_tokens=4), "draft_tokens=4 must be from 1 to 3 with a drafter"),
+        (dict(draft_tokens=4), "draft_tokens=4 must be .* the manager's max_query_tokens=4 allows up to 3"),
         (dict(draft_tokens=-1), "draft_tokens=-1 must be"),
         (dict(draft_tokens=0), "draft_tokens=0 must be"),
-        (dict(drafter=None, draft_tokens=2), "0 without one"),
+        (dict(drafter=None, draft_tokens=2), "0 without a drafter"),
         (dict(min_confidence=0.5), "min_confidence=0.5 needs drafter='model'"),
     ],
 )
