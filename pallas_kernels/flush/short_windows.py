@@ -163,7 +163,8 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
 def _start_finish(ctx, token):
     """Returns a function that finishes and stores the pooled vector of the window that closes at `token`.
 
-    The other operands of the function are loaded from global memory here, while the window's rows are copied.
+    The function's argument is the pooled vector. Whatever else it needs, such as the weights of the norm, is loaded
+    from global memory here, while the window's rows are copied.
     """
     across = functools.partial(_across, ctx)
     if ctx.results_gmem is None:
