@@ -3,8 +3,9 @@
 The grid has a block of one warpgroup for each 32 channels and 32 tokens. A block does three steps:
 
   1. Each thread computes 8 channels of all new streams of a token, and writes them to global and to shared memory.
-  2. Each warp multiplies one of the 4 streams with its columns of `fn` [R, 4 * D], the weights of the logits, by `mma`.
-     float32 weights are split into sums of three bfloat16, so that products are as exact as float32 products.
+  2. Each warp multiplies one of the 4 streams with the stream's columns of `fn` [R, 4 * D], the weights of the logits.
+     It uses `mma`, for which float32 weights are split into sums of three bfloat16. So products are as exact as float32
+     products.
   3. The sums of the four warps are added up in shared memory and stored.
 """
 
