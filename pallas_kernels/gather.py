@@ -63,8 +63,8 @@ def gather_all_compressed_kv(
       slots: [T] int32, each token's request slot, the index of a row of the block table; -1 = padding.
       positions: [T] int32, each token's position in its request; -1 = padding.
       entries: the compressed entries; `indices` is None.
-      only_visible: whether thread blocks whose eight rows are all invisible write nothing. These rows of `kv` and
-        `valid` are then unspecified.
+      only_visible: whether a thread block may write nothing if all of its eight rows are invisible. These rows of `kv`
+        and `valid` are then unspecified.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:

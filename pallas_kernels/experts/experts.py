@@ -4,8 +4,8 @@ The kernel is bound by the bandwidth of reading the selected experts' weights on
 first groups the (token, expert) pairs: a group has up to 8 pairs of one expert. A persistent grid of one block per SM
 then walks over tiles of 64 weight rows: first all groups' tiles of gate_up, which compute the hidden channels, then all
 groups' tiles of down. Each block multiplies a range of consecutive tiles of gate_up, and another range of down.
-If rows of down are short, it multiplies four tiles at a time. The warpgroups have the roles of `skinny_gemm`. Their
-additional work is:
+If rows of down are short, a block multiplies four tiles of down at a time. The warpgroups have the roles of
+`skinny_gemm`. Their additional work is:
 
     warpgroup   role        additional work                                          waits for       signals
     0..3        multiply    loads a group's inputs before the group's first tile     hidden tiles
@@ -228,11 +228,11 @@ class ExpertsProblem:
 
     @property
     def has_short_rows(self) -> bool:
-        """Whether a row of down is too short for one step of `MAX_SEGMENTS` segments in each of the warpgroups."""
+        """Whether weights are FP4, and rows of down have fewer than `MAX_SEGMENTS` segments for each warpgroup."""
         return self.layout == FP4 and self.inner < MULTIPLIERS * MAX_SEGMENTS * FP4.segment
 
     def other_bytes(self, workers: int) -> int:
-        """Returns the number of bytes of shared memory of a block beside that of `gemm`, with `workers` blocks."""
+        """Returns how many bytes of shared memory a block needs beside those of `gemm`, with `workers` blocks."""
         return 8 * GROUP_WORDS * sum(self.max_groups(i, workers) for i in self.maps) + 2048
 
     @property
@@ -294,7 +294,7 @@ class ExpertsProblem:
         return first * together, shared_first
 
     def max_groups(self, i: int, workers: int) -> int:
-        """Returns the maximum number of groups that a block's tiles of map `i` are from, with `workers` blocks."""
+        """Returns the maximum number of groups to which a block's tiles of map `i` belong, with `workers` blocks."""
         together = self.tiles_together(i)
         group_tiles = self.tiles[i] // together
         tiles = -(-self.groups * group_tiles // workers)
@@ -308,8 +308,8 @@ def _launch(p, out_type, inputs, routing, operands, interpret):
 
     Args:
       p: description of the launch.
-      out_type: for each map, the types of its outputs: of the routed experts, then of the shared expert.
-      inputs: input arrays of the first map: for the routed experts, then for the shared expert if there is one.
+      out_type: for each map, the type of the routed experts' output, then that of the shared expert's output.
+      inputs: the routed experts' input to the first map, then that of the shared expert if there is one.
       routing: the (token, expert) pairs, their groups and their routing weights.
       operands: (matrices of the routed experts and of the shared expert, [1] int32 index of the layer or None).
       interpret: whether to interpret the kernel.

@@ -22,8 +22,8 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
 
     Args:
       x: [T, D] bfloat16, D a multiple of 256.
-      pairs: [P] int32 indices of pairs, P a multiple of 2. Pair t * divisor + j belongs to token t. -1 = no pair, as
-        between the pairs of two experts, and for pairs whose experts lie on other devices.
+      pairs: [P] int32 indices of pairs, P a multiple of 2. Pair t * divisor + j belongs to token t. -1 = no pair:
+        `sort_by_expert` leaves such places between the pairs of two experts, and at the end.
       divisor: number of pairs of a token.
       permuted: whether to reorder the columns as `permute_columns` does.
       interpret: run on the CPU, interpreted, with the race detector on.
@@ -50,7 +50,7 @@ def gather_inputs(x: jax.Array, pairs: jax.Array, divisor: int, permuted: bool, 
 def copy_row(y_gmem, x_gmem, row: jax.Array, pairs_gmem, divisor: int, permuted: bool) -> None:
     """Sets y[row] to x[pairs[row] // divisor], with permuted columns if `permuted`. One warpgroup runs it.
 
-    Pair -1 leaves the row as it is on a GPU; interpreted, the row gets some row of x.
+    For pair -1, a GPU leaves y[row] unchanged, and the interpreter sets it to some row of x.
     """
     values = x_gmem[lax.div(pairs_gmem[row], divisor)]
     y_gmem[row] = permute_columns(values[None])[0] if permuted else values
@@ -63,7 +63,7 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
     source = pair // divisor
 
     def copy_eight(eight):
-        """Copies the 8 columns from `8 * eight` on of the row. All lanes of a warp call it together."""
+        """Copies columns 8 * eight .. 8 * eight + 7 of the row. All lanes of a warp call it together."""
         four = words.load_four(_address(x_gmem, source, width, eight))
         four = _permute(four) if permuted else four
         words.store_four(_address(y_gmem, row, width, eight), four)
@@ -75,8 +75,7 @@ def _emit_copy_row(y_gmem, x_gmem, row, pairs_gmem, divisor, permuted):
 def _permute(four):
     """Permutes 32 columns as `permute_columns` does. Four consecutive threads, a quad, hold eight columns each.
 
-    `four` are this thread's columns, as words of two bfloat16. Each word of the result comes from another thread of the
-    quad.
+    `four` are this thread's columns, as words of two bfloat16. Word i of the result comes from thread i of the quad.
     """
     a, b, c, d = four
     # First, columns i and i + 4 of a thread form a word.

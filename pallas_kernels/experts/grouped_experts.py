@@ -51,8 +51,8 @@ class Config:
         """Chooses the tile size for `pairs` pairs of `experts` experts.
 
         With uniform routing, nearly every expert has at most `likely` pairs: the mean plus twice the standard
-        deviation, `sqrt(mean)`. Let n be the number of tiles of 256 pairs that `likely` pairs need. The tile size is
-        the smallest multiple of 16 with which n tiles still hold them.
+        deviation, which is `sqrt(mean)`. Let n be the number of tiles of 256 pairs that hold `likely` pairs. The tile
+        size is the smallest multiple of 16 with which n tiles still hold `likely` pairs.
         """
         mean = pairs / experts
         likely = int(mean + 2 * math.sqrt(mean))

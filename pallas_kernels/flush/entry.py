@@ -152,7 +152,7 @@ def rms_norm(ctx: FlushContext, norm: jax.Array, x: jax.Array, across: Callable)
     Args:
       ctx: operands and buffers of the warpgroup.
       norm: [channels] float32, weights of the norm.
-      x: [channels] float32, the channels.
+      x: [channels] float32, the warpgroup's channels of the entry.
       across: as in `store_entry`.
 
     Returns:

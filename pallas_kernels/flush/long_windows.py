@@ -72,7 +72,7 @@ class LongWindowPlan:
 
     @property
     def chunks(self) -> int:
-        """The number of a window's chunks that a block pools."""
+        """The number of chunks of a window that each block pools."""
         return CHUNKS // self.blocks
 
     @property
@@ -135,7 +135,7 @@ class LongWindowWorker(FlushContext):
     cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted
 
     def row(self, k):
-        """Returns the index of the first row of this block's chunk k among the rows of the window."""
+        """Returns the index, in the window, of the first row of this block's chunk k."""
         return (self.block + self.plan.blocks * k) * self.plan.chunk_rows
 
     def staged(self, k, begin: int, rows: int):

@@ -122,7 +122,7 @@ class CompressorOperands:
         return dataclasses.replace(self, position_bias=position_bias, norm_weight=norm_weight)
 
     def check_windows(self, layer: jax.Array | None) -> None:
-        """Raises NotImplementedError if a shape or a dtype of the operands of windows is not supported.
+        """Raises NotImplementedError if kernels cannot pool windows from operands of these shapes and dtypes.
 
         Args:
           layer: index of this layer if `position_bias` and `norm_weight` are stacks; None if they are not.

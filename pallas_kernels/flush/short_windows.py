@@ -163,7 +163,8 @@ def _store_windows(ctx, first, step, number, share, bits, rows_in_call):
 def _start_finish(ctx, token):
     """Returns a function that finishes and stores the pooled vector of the window that closes at `token`.
 
-    The other operands of the function are loaded from global memory here, while the window's rows are copied.
+    The function's argument is the pooled vector. Whatever else it needs, such as the weights of the norm, is loaded
+    from global memory here, while the window's rows are copied.
     """
     across = functools.partial(_across, ctx)
     if ctx.results_gmem is None:
@@ -224,7 +225,7 @@ def _start_window(ctx, token, bits, also=lambda ctx: None):
 
 
 def _start_biases(ctx: FlushContext) -> None:
-    """Starts to copy the position biases of the rows of a window that can be in the call, if there are biases.
+    """Starts to copy the position biases, if there are any, of those rows of a window that can be in the call.
 
     The biases are the same for every window. The logits in the ring already include their biases.
     """
@@ -285,7 +286,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
-    """Returns (list of the logits of the window's rows, the largest logits), [D] float32 each, with position biases.
+    """Returns (list of the logits of each row, largest logit of each channel), [D] float32 each, with position biases.
 
     The copies of the window must have arrived in shared memory. Logits of rows that do not exist are -inf.
     """

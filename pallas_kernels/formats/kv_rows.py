@@ -102,8 +102,8 @@ def load_rows(ref, rows: jax.Array, shape: tuple[int, ...], *, first_group: int 
           * (n, C): rows with one value for each group.
           * (n, groups, size), such as (n, 8, 64): rows of values in groups.
 
-      first_group: for a result of three axes, the index in the result of the pool's first group. Groups of the result
-        that the pool does not hold are unspecified.
+      first_group: for a result of three axes, index of the group of the result that receives the pool's first group.
+        Groups of the result that the pool does not hold are unspecified.
 
     Returns:
       Array of this shape in the layout of `_layout`.

@@ -136,8 +136,8 @@ def encode_row(x: jax.Array, pools, layout: RowLayout, largest: Callable, first,
       x: [size] float32 vector over the warpgroup, consecutive channels of the row.
       pools: references to (codes, RoPE values or None, scales) of this row in the pools, [width] each.
       layout: layout of the row.
-      largest: function of this warpgroup's [size] float32 vector that returns [size] equal values, the maximum over the
-        vectors of all warpgroups, that is, over the whole row. It is only called if the row has a single scale.
+      largest: function that maps this warpgroup's [size] float32 vector to [size] equal values: the maximum over the
+        vectors of all warpgroups, which form the whole row. It is called only if the row has a single scale.
       first: index of the first channel in `x`, a multiple of 64.
       keep: bool scalar, whether to store the row.
       scratch: [size] float32 scratch memory of `vectors.exchange`.

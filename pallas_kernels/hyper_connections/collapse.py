@@ -276,7 +276,9 @@ def _pairwise_sum(terms, add=jnp.add):
 
 @primitive
 def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Array:
-    """Computes `comb` of each warp's token from its logits: softmax of each row plus eps, then `sinkhorn`.
+    """Computes `comb` of each warp's token from its logits.
+
+    The steps are the softmax of each row, the addition of eps, and `sinkhorn`.
 
     Args:
       logits: [128] float32. Lane 8 + 4 * j + k of a warp holds the logit of comb[j, k].

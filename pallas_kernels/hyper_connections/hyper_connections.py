@@ -61,7 +61,7 @@ def hyper_connections(
 
     Args:
       streams: [T, 4, D] bfloat16 old streams; D is a multiple of 1024 up to 7168.
-      fn: [24, 4 * D] float32 projection to logits; [4, 4 * D] for the head.
+      fn: [24, 4 * D] float32 projection to logits; [4, 4 * D] for the model's head, which needs only `pre`.
       base: [24] or [4] float32 bias of the logits.
       scale: [3] or [1] float32 factors of the logits of `pre`, `post` and `comb`.
       weight: [D] float32 weight of the norm.

@@ -92,7 +92,7 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
 
 
 def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
-    """Loads 8 channels from `channel` on of each stream of a token, and of y unless it is None.
+    """Loads channels `channel` .. `channel + 7` of each stream of a token, and of y unless y is None.
 
     Returns four words of two bfloat16 for each stream, then for y.
     """
@@ -103,7 +103,7 @@ def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
 
 
 def store_streams(new, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
-    """Stores 8 channels from `channel` on of each new stream of a token; `fours` has four words for each stream."""
+    """Stores channels `channel` .. `channel + 7` of a token's new streams; `fours` has four words for each stream."""
     width = new.type.shape[2]
     pointer = mlir.element(new, token * (STREAMS * width) + channel, 2)
     for k in range(STREAMS):

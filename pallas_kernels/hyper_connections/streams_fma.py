@@ -103,9 +103,9 @@ class _Thread:
         """Loads a token's values of this thread's channel, as MLIR float32.
 
         Returns:
-          (values, factors). `values` lists the value of each stream. `factors` lists the factors by which y and then
-          these values are multiplied for this thread's new stream. If y is None, `values` has only the value of this
-          thread's stream, and `factors` is empty.
+          (values, factors). `values` lists the value of each stream. This thread's new stream is a weighted sum of y
+          and these values. `factors` lists the weight of y, then the weight of each value. If y is None, `values` has
+          only the value of this thread's stream, and `factors` is empty.
         """
         index = token * (STREAMS * self.width) + self.column
         if self.refs.y is None:

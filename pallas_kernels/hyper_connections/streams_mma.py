@@ -3,8 +3,9 @@
 The grid has a block of one warpgroup for each 32 channels and 32 tokens. A block does three steps:
 
   1. Each thread computes 8 channels of all new streams of a token, and writes them to global and to shared memory.
-  2. Each warp multiplies one of the 4 streams with its columns of `fn` [R, 4 * D], the weights of the logits, by `mma`.
-     float32 weights are split into sums of three bfloat16, so that products are as exact as float32 products.
+  2. Each warp multiplies one of the 4 streams with the stream's columns of `fn` [R, 4 * D], the weights of the logits.
+     It uses `mma`, for which float32 weights are split into sums of three bfloat16. So products are as exact as float32
+     products.
   3. The sums of the four warps are added up in shared memory and stored.
 """
 
@@ -53,7 +54,7 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_sme
       index: int32 scalar, index of the slice of 32 channels.
       tile: int32 scalar, index of the tile of 32 tokens.
       refs: references to the launch's arrays.
-      values_smem: [4 * 32, 32] bfloat16, the new streams of the tile; on a GPU, in the order of `_address`.
+      values_smem: [4 streams * 32 tokens, 32 channels] bfloat16, the new streams; on a GPU, in the order of `_address`.
       sums_smem: float32, the sums of each warp.
     """
     # Interpreted, the call for tile 0 computes all tiles, since tests have few tokens.
@@ -154,7 +155,7 @@ def _multiply(values, warp, weights, groups):
 
 
 def _address(values, stream, row, eight):
-    """Returns the shared memory address of the 8 channels from `8 * eight` on of a stream of token `row`.
+    """Returns the shared memory address of channels 8 * eight .. 8 * eight + 7 of a stream of token `row`.
 
     The places of the 8-channel pieces are swizzled, so that neither stores nor loads have bank conflicts.
     """

@@ -218,7 +218,8 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
     """Writes new streams of a chunk, 64 tokens and 64 channels, to global memory and to the operand of `wgmma`.
 
     Args:
-      operand: [4, 64, 64] bfloat16 with TRANSFORMS in shared memory, which only this warpgroup uses.
+      operand: [4 streams, 64 tokens, 64 channels] bfloat16 with TRANSFORMS in shared memory that only this
+        warpgroup uses.
       ahead: first rows of this chunk, from `load_rows` or from the call for the previous chunk.
       here: (first token, first channel) of this chunk.
       following: (first token, first channel) of the next chunk.
@@ -329,8 +330,8 @@ def store_sums(partials, start: jax.Array, acc: jax.Array, squares: jax.Array) -
       partials: [T, 32] float32 to write, see `mixing.SUMS`.
       start: int32 scalar, index of the tile's first token.
       acc: [64, 3 * N] float32 from `multiply_add`: the high, middle and low terms of N sums, which are added up here.
-      squares: [128] float32 sums of squares from `mix_chunk`. Lane 8 * a + b of warp w holds that of token
-        16 * w + 4 * b + a if b < 4; other lanes hold none.
+      squares: [128] float32 sums of squares from `mix_chunk`. For a = 0 .. 3 and b = 0 .. 3, lane 8 * a + b of warp w
+        holds the sum for token 16 * w + 4 * b + a of the tile. The other lanes hold no sum.
     """
     tokens = pl.ds(start, TOKENS)
     rows = acc.shape[1] // PARTS

@@ -64,7 +64,8 @@ class Scratch:
     queries_empty: Any  # a barrier: every warpgroup has read the queries of the preceding chunk
     queries_smem: Any  # [chunk_tokens * heads, 128] queries of the chunk
     weights_smem: Any  # [chunk_tokens, heads] float32 head weights of the chunk
-    # ([tiles, 64, 64] uint8 codes, [tiles, 64, 4 or 8] uint8 scales) with `config.stages` tiles for each warpgroup.
+    # (codes [tiles, 64 keys, 64 bytes], scales [tiles, 64 keys, 4 or 8 bytes]), uint8, with `config.stages` tiles for
+    # each warpgroup.
     tiles_smem: Any
 
     @classmethod

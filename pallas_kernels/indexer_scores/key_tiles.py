@@ -172,7 +172,7 @@ def start_tile(tiles_smem, stage: jax.Array, pools, rows: jax.Array, is_wanted: 
     """Starts to copy a tile of keys to shared memory. Each thread copies the bytes that it reads later.
 
     Args:
-      tiles_smem: (codes [stages, 64, 64] uint8, scales [stages, 64, 4 or 8] uint8) in shared memory.
+      tiles_smem: (codes [stages, 64 keys, 64 bytes], scales [stages, 64 keys, 4 or 8 bytes]), uint8 in shared memory.
       stage: int32 scalar, index of the stage to write to.
       pools: (codes, scales) in global memory, as in `IndexerKeys`.
       rows: [4] int32 in layout PER_WARP, the row of each warp's key 0 in the pools with leading axes merged. The warp's
@@ -306,8 +306,8 @@ def unpack_bfloat16(tile: tuple[jax.Array, jax.Array], *, scale: str) -> tuple[j
       scale: format of the scales, "e8m0" or "e4m3".
 
     Returns:
-      (low, high), each [64, 64] bfloat16: the two halves of the dims in the order of `permute_dims`, as left operands
-      of `wgmma`. Their elements are the values of the keys times 2**-SHIFTS[scale].
+      (low, high), each [64 keys, 64 dims] bfloat16: the two halves of the dims in the order of `permute_dims`, as left
+      operands of `wgmma`. Their elements are the values of the keys times 2**-SHIFTS[scale].
     """
     words, scales = tile
     if scale == "e8m0":

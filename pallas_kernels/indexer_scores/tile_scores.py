@@ -271,7 +271,7 @@ def _dots(registers, queries, token, heads, tokens, kind):
     Args:
       registers: a thread's part of the keys, the left operand, as MLIR values of 32 bits.
       queries: memref of the chunk's queries in shared memory.
-      token: index in the chunk of the first token.
+      token: index of the first token in the chunk.
       heads: number of heads of a query.
       tokens: number of tokens.
       kind: PTX type of keys and queries, "e4m3" or "bf16".

@@ -195,7 +195,7 @@ class RadixSelect:
     # --- candidates ---
 
     def collect(self, scores: jax.Array, low: jax.Array, chunk: jax.Array) -> CandidateList:
-        """Lists the scores of one chunk, from `load`, whose keys are at least `low`.
+        """Lists each score of one chunk, from `load`, whose key is at least `low`.
 
         Score i of a thread is stored in the thread's slot i.
         """
@@ -222,10 +222,10 @@ class RadixSelect:
 
     @_for_thread(returns=_PER_THREAD)
     def append(self, count, scores, low, chunk):
-        """Appends the scores of one more chunk whose keys are at least `low` to the list of the thread that has them.
+        """Appends each score of one more chunk whose key is at least `low` to the list of the thread that holds it.
 
-        The list holds scores and their indices, `chunk * values + i` for score i of a chunk. If the scores do not fit
-        into the thread's slots, the word that `overflowed` reads is set.
+        The list holds scores and their indices, `chunk * values + i` for score i of a chunk. A thread with fewer than
+        four free slots lists no further scores, and sets the word that `overflowed` reads.
 
         Args:
           count: [128] int32, number of candidates that each thread has listed so far.
@@ -606,7 +606,7 @@ class RadixSelect:
             ops.sync()
 
     def _write_marked(self, marks, ties, above, tied):
-        """Writes the entries of this thread's marks to the result.
+        """Writes the indices of this thread's selected entries to the result.
 
         Args:
           marks: list of words of both bitmaps, from `_load_marks`.

@@ -29,8 +29,9 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 MAX_TOKENS = 64  # number of rows of an accumulator
 TOKENS = 8  # the number of tokens is a multiple of this number
-CHANNELS = 64  # number of channels of a block
-# Maximum number of blocks with 64 channels each. Otherwise blocks have 128 channels, if 128 divides every group.
+CHANNELS = 64  # smallest number of channels of a block
+# Maximum number of blocks with 64 channels each. If more blocks would be needed, blocks have 128 channels, provided
+# that 128 divides the number of channels of every group.
 MAX_BLOCKS = 3 * MULTIPROCESSORS
 RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
 _FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))

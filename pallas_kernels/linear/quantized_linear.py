@@ -64,7 +64,7 @@ class Config:
 
         Args:
           p: description of the launch; `p.config` is not used.
-          interpret: whether the kernel is interpreted, with at most two clusters of two blocks.
+          interpret: whether the kernel is interpreted. If so, there are at most two clusters of at most two blocks.
 
         Returns:
           The config, or None if 16 tokens do not fit with any number of blocks.

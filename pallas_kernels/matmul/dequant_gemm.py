@@ -52,7 +52,7 @@ REGISTERS = {2: (40, 232), 4: (24, 112)}
 class OutputTile(NamedTuple):
     """The location of an output tile's weights and inputs in global memory, as int32 indices."""
 
-    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, and the up projection's is the next
+    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, which the up projection's matrix follows
     row: Any  # index of the tile's first row in the matrix
     input: Any  # index of the tile's first input, a row of the array of inputs; a multiple of 8
     column: Any = 0  # index of the tile's first column in the array of inputs

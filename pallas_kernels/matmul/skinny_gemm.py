@@ -155,7 +155,7 @@ class SkinnyGemm:
 
     @property
     def stage_bytes(self) -> int:
-        """The number of bytes of a stage's weights: at least 64 rows, and a multiple of each number in `row_bytes`."""
+        """The number of bytes of a stage's weights: room for 64 rows, and a multiple of each number in `row_bytes`."""
         sizes = self.row_bytes.values()
         unit = math.lcm(*sizes)
         return -(-ROWS * max(sizes) // unit) * unit
@@ -233,7 +233,7 @@ class SkinnyGemm:
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
 
-        The result is a multiple of the number of stages in four steps, so that the same warpgroup always reads a stage.
+        The result is a multiple of the number of stages in four steps, so that a stage always has the same reader.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         used += math.prod(self.tile_scales)
@@ -280,11 +280,11 @@ class SkinnyGemm:
 
 
 def most_segments(*matrices: tuple[WeightLayout, int]) -> int:
-    """Returns the number of segments in a step: the largest of 4, 2, 1 with which all matrices have 4 * n steps.
+    """Returns the number of segments in a step, 4, 2 or 1. A segment is 64 bytes of each row.
 
-    A segment is 64 bytes of each row, and n is any whole number. If no number of segments satisfies this, the result is
-    the largest with which all matrices have a whole number of steps, or else 2. With bfloat16, the result is at least
-    2, see `WeightLayout.min_segments`.
+    The result is the largest number with which the number of steps of each matrix is a multiple of four. If there is no
+    such number, it is the largest with which each matrix has a whole number of steps, or else 2. With bfloat16, the
+    result is at least 2, see `WeightLayout.min_segments`.
 
     Any whole number of steps is enough in two cases:
 
@@ -420,7 +420,7 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the index of the warpgroup's i-th stage in the tile, and the index of this stage in a row."""
+        """Returns (index of the warpgroup's i-th stage among the tile's stages, its index among a row's stages)."""
         if self.product.whole_rows:
             return i * MULTIPLIERS + first, i
         per_step = self.gemm.stages_per_step

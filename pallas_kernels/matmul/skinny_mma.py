@@ -113,11 +113,11 @@ def multiply_add(
     Args:
       acc: [64, N] float32 sums to add to, for N inputs.
       codes_smem: [64, elements] weights or codes of the stage; at most 256 bytes a row, and a multiple of
-        `layout.min_segments` segments. With `stage_format.row_scales`, the last segment may be half of one.
+        `layout.min_segments` segments. With `stage_format.row_scales`, the last segment may be a half segment.
       scales: one of these:
         * FP8: the result of `load_scales`, the scales of all stages.
-        * FP4: [64, 16] uint8 in shared memory, the scales of 512 columns. The stage's columns are among these. [32, 16]
-          if a row has 8 scales.
+        * FP4: [64, 16] uint8 in shared memory, the scales of 512 columns, among them the stage's columns. If a row has
+          only 8 scales: [32, 16], all scales of the 64 rows.
         * FP4 with `stage_format.row_scales`: [lines, ..] uint8 in shared memory, all scales of the 64 rows, row after
           row.
         * bfloat16: not used.
@@ -138,7 +138,7 @@ def multiply_add(
         exponents = lax.dynamic_slice_in_dim(table, first_scale, size // 32, axis=1).astype(jnp.int32)
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
-        block = (step * size + lax.iota(jnp.int32, size)) // layout.block  # of each column
+        block = (step * size + lax.iota(jnp.int32, size)) // layout.block  # index of each column's block
         lane = block // 2
         if layout.has_small_blocks:
             lane = _lane_of_segment(lane, stage_format.step_segments)

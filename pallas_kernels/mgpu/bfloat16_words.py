@@ -78,8 +78,8 @@ def multiply_add(acc: Sequence[Any], a: Sequence[U32], b: Sequence[U32], *, pure
       acc: [16, 8] float32. Lane 4 * i + j holds columns 2 * j and 2 * j + 1 of row i, then of row i + 8.
       a: [16, 16] bfloat16. Lane 4 * i + j holds four words: two columns of row i, the same two columns of row i + 8,
         then two other columns of row i, and these columns of row i + 8.
-      b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i: the rows for the four columns of a that the lane
-        holds.
+      b: [16, 8] bfloat16. Lane 4 * i + j holds two words of column i: the four rows of b that are multiplied with the
+        lane's four columns of a.
       pure: as in `mlir.ptx`.
 
     Returns:
@@ -104,8 +104,8 @@ def e2m1_pairs(word: U32) -> list[U32]:
     """Converts a word of eight E2M1 codes to four words of two bfloat16, which are 2**-126 times the values.
 
     Word i of the result holds codes i and i + 4. The bits of an E2M1 code become the sign, the two lowest exponent bits
-    and the highest mantissa bit of a bfloat16. One instruction combines the signs and the other bits of two words of
-    the result, which lie 4 positions apart.
+    and the highest mantissa bit of a bfloat16. One instruction puts signs and other bits together for two words of the
+    result, whose bits lie 4 positions apart.
     """
     pairs = []
     for signs, others in (word << 8, word << 2), (word, word >> 6):

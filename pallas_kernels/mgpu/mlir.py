@@ -69,10 +69,10 @@ def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, retu
 
 
 def emits(primitive, *layouts, layout: Callable[..., Any] | None = None, returns=None) -> Callable:
-    """Returns a decorator that registers a function as a primitive's code for the GPU. It emits MLIR for one thread.
+    """Returns a decorator that registers a function as a primitive's code for the GPU.
 
-    The function gets the primitive's arguments, which may be pytrees. References and arrays in the arguments are
-    replaced as in `inline`; everything else is passed on unchanged.
+    The function emits MLIR for one thread. It gets the primitive's arguments, which may be pytrees. References and
+    arrays in the arguments are replaced as in `inline`; everything else is passed on unchanged.
 
     Args:
       primitive: the primitive, see `runtime.launch`.

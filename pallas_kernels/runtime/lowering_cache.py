@@ -1,11 +1,11 @@
 """Lowered kernels on disk, and worker processes that lower kernels in parallel.
 
 JAX keeps compiled programs in the folder `jax_compilation_cache_dir`, and finds them by their lowered text. This does
-not save the lowering, which takes 20 to 30 seconds of Python for the kernels of one decode step, most of it in Mosaic's
-search for register layouts. The text also differs between processes, because Mosaic numbers the kernels in the order in
-which a process lowers them. Therefore the lowered module of each kernel is stored, as `jax.export` writes it, in the
-subfolder `kernels`. The name of a file is a hash of everything that the module depends on: the arguments' types, the
-static arguments, the kernels' sources, and the versions of JAX.
+not avoid the lowering, which takes 20 to 30 seconds of Python for the kernels of one decode step, most of it in
+Mosaic's search for register layouts. The text also differs between processes, because Mosaic numbers the kernels in the
+order in which a process lowers them. Therefore the lowered module of each kernel is stored, as `jax.export` writes it,
+in the subfolder `kernels`. The name of a file is a hash of everything that the module depends on: the arguments' types,
+the static arguments, the kernels' sources, and the versions of JAX.
 
 A kernel that is not stored is lowered by a worker process, while this process continues to trace the program. Then a
 thread of this process compiles the kernel. This saves time, because XLA would compile the program's kernels one after

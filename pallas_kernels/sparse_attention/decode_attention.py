@@ -286,7 +286,7 @@ def _put_result(warpgroup, result, buffers):
 
 
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
-    """Dequantizes this block's units of tile after tile to shared memory, while loads of the next tiles are in flight.
+    """Dequantizes this block's units of each tile to shared memory, while loads for the next tiles are in flight.
 
     If the cluster has two blocks, the units are also sent to the other block, whose index is `other_block`.
     """

@@ -63,7 +63,8 @@ def _emit_inverse_rope(values, angles_gmem, token):
     strides = layout.tiling.tile_strides((width, 1))
     factors: dict[int, list[Any]] = {}  # {`rotated`: [cosine, sine]}
     for indices in np.ndindex(values.registers.shape):
-        # `distance` counts columns from the thread's first one to the register's. It is the same in all threads.
+        # `distance` is the number of columns from the thread's first column to the register's column, the same in all
+        # threads.
         distance = sum(i * stride for i, stride in zip(indices, strides, strict=False)) % width
         rotated = distance - (width - 2 * pairs)  # the same, but counted from the first rotated column
         pair = values.registers[indices]

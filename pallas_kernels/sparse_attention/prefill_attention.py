@@ -249,7 +249,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
         @pl.when(i < items.count)
         def _():
             token, heads = items.locate(i)
-            # With fewer than 64 heads, the other rows keep what was there. They only enter results that are not stored.
+            # With fewer than 64 heads, the other rows of `queries_smem` are never written. They only enter results that
+            # are not stored.
             queries_smem = buffers.queries_smem.at[0, pl.ds(0, heads.size)]
             plgpu.copy_gmem_to_smem(q_gmem.at[token, heads], queries_smem, buffers.queries_full)
 
@@ -268,8 +269,8 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
             weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
-            # This stage of weights, which tile `first + t - 2` used, is empty: keys of this tile have replaced keys of
-            # that tile, so both warpgroups that add have released that tile.
+            # Both warpgroups that add have read the old weights in this stage, those of tile `first + t - 2`. For they
+            # release a tile's keys after they read its weights, and keys of this tile have replaced keys of that tile.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()

@@ -111,7 +111,7 @@ class RowAddresses:
             self.pool_start = take(problem.compressed.layer, zero) * problem.compressed.pools[0].shape[1]
 
     def entries(self, tile: jax.Array) -> list[jax.Array]:
-        """Returns the index within the request of each row's entry, for each unit of a tile; -1 = none.
+        """Returns, for each unit of a tile, the indices of the rows' entries within their request; -1 = none.
 
         The list is empty without compressed entries.
         """
@@ -146,8 +146,8 @@ class RowAddresses:
         """Returns the indices of the rows of each unit of a tile; -1 = none.
 
         The rows of a window tile are in the pools of the rings, and those of other tiles in the pools of compressed
-        entries. Either way, an index counts rows over all axes of a pool but the last. `entries` and `blocks` are what
-        the methods of these names returned for this tile.
+        entries. Either way, an index counts rows over all axes of a pool but the last. `entries` and `blocks` are the
+        results of the methods of these names for this tile.
         """
         window_rows = [self._window_row(tile, unit) for unit in range(self.units)]
         if self.problem.compressed is None:

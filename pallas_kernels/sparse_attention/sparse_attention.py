@@ -47,8 +47,8 @@ def sparse_attention(
       slots: [T] int32, each token's request slot; -1 = padding.
       positions: [T] int32, each token's position in its request; -1 = padding.
       rings: the window rows. Layer -1 leaves the windows out. The E4M3 codes of NaN, 0x7F and 0xFF, are read as +-480.
-      compressed: the compressed entries, or None. Their row layout is that of `rings`, or E2M1 codes if neither has
-        RoPE values in bfloat16 (DeepSeek-V4.1).
+      compressed: the compressed entries, or None. Their row layout is that of `rings`. If rows have no RoPE values in
+        bfloat16 (DeepSeek-V4.1), entries may instead have E2M1 codes.
       inv_freq: [P] float32 RoPE frequencies, at most 1; P is a multiple of 4 up to 128. The last 2 * P channels of the
         result are rotated back by the token's position, in interleaved pairs, and rounded to bfloat16 before and after.
         None: no rotation.
