@@ -21,16 +21,16 @@ class Batch(Summarized):
 
     The tokens of a request are adjacent and have consecutive ascending positions.
 
-    In every array -1 marks padding. JAX reads an index of -1 as the last row, even with `mode="drop"` or "clip". Before
-    you index with one of these arrays, replace -1 by 0 to read, or by the length of the axis to write nothing. For an
-    example, see `dsv4_jax.decode.last_token_indices`.
+    In `positions`, `slots`, `new_blocks` and `reset_slots`, -1 marks padding. JAX reads an index of -1 as the last row,
+    even with `mode="drop"` or "clip". Before you index with one of these arrays, replace -1 by 0 to read, or by the
+    length of the axis to write nothing. For an example, see `dsv4_jax.decode.last_token_indices`.
 
     A batch runs once, on a cache that has run the earlier batches of its requests. Otherwise the step raises
     ValueError. A step can check this only if a manager made the batch, and a manager or a step of this package returned
     the cache, see `dsv4_jax.host.step_order`.
 
     Attributes:
-      token_ids: [T] int32, token ids.
+      token_ids: [T] int32, token ids; 0 for padding.
       positions: [T] int32, absolute positions of the tokens.
       slots: [T] int32, slots of the tokens' requests.
       new_blocks: [N, 3] int32, newly reserved blocks: (slot, index in the slot's row of the block table, block id).

@@ -27,8 +27,8 @@ class Decisions(Summarized):
     Attributes:
       experts: [T, L, num_experts_per_tok] codes of each token's experts in the L decoder layers, in the router's order;
         None = the routers choose.
-      selection: [T, S, K] codes of the entries that each token selects in the S layers that select entries themselves,
-        in ascending order, then 0. K is the largest `index_topk` of these layers. None = the indexers choose.
+      selection: [T, S, K] codes of the entries that each token selects, in ascending order, then 0. S is the number of
+        layers that select entries themselves, and K their largest `index_topk`. None = the indexers choose.
     """
 
     experts: Any = None

@@ -254,10 +254,11 @@ class LayerCacheHandle(Summarized):
           candidates: [T, B] int32 blocks of entries, see `candidate_blocks`; None = no restriction.
 
         Returns:
-          [T, E] float32 scores, E = the largest number of entries of a request. With context parallelism, entries that
-          lie on other devices score -inf. Scores past the visible entries are unspecified. With candidates, entries
-          outside of the candidate blocks score -inf. If the B blocks have less than half of all E entries, only the
-          entries in the blocks are scored, and E is instead B * `candidate_block_size`.
+          [T, E] float32 scores, E = the largest number of entries of a request. Scores past the visible entries are
+          unspecified. With context parallelism, entries that lie on other devices score -inf.
+
+          With candidates, entries outside of the candidate blocks score -inf. But if the B blocks have less than half
+          of the E entries, only entries in these blocks are scored, and the result is [T, B * `candidate_block_size`].
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)

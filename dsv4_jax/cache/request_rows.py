@@ -70,8 +70,8 @@ def read_request(
         `compress_rate` compressor rows.
 
     Returns:
-      RequestRows with the rows that a step reads and `max_query_tokens - 1` earlier ones, zeros where one is not live.
-      With `boundary`, only the rows that are listed for this argument.
+      RequestRows with the rows that a step reads and `max_query_tokens - 1` earlier ones. A row that is not live is
+      zeros. With `boundary`, only the rows that are listed for this argument.
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)

@@ -94,8 +94,8 @@ def check_top_k(top_k: Any) -> int:
 def check_top_p(top_p: Any) -> float:
     """Returns the probability `top_p` as a float.
 
-    Raises TypeError if it is no real number, and ValueError if it is not from 2**-126, the smallest normal float32, to
-    1.
+    Raises TypeError if it is no real number, and ValueError if it is above 1 or below 2**-126, the smallest normal
+    float32.
     """
     value = check_real("top_p", top_p)
     check(2.0**-126 <= value <= 1, f"top_p={value} must be in (0, 1]")

@@ -23,9 +23,9 @@ def check_not_lfs_pointer(file: str | Path, content: bytes) -> None:
 
 
 def snapshot_hint(folder: Path) -> str:
-    """Returns a sentence that names the right folder if `folder` is one of the Hugging Face hub's cache, else "".
+    """Returns a sentence that names the checkpoint's folder, if `folder` is above it in the Hugging Face hub's cache.
 
-    A folder of the cache has the checkpoint in `snapshots/HASH`.
+    The cache has the checkpoint of such a folder in `snapshots/HASH`. For other folders the result is "".
     """
     snapshots = folder if folder.name == "snapshots" else folder / "snapshots"
     configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.lstat().st_mtime)

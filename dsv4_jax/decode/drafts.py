@@ -18,8 +18,8 @@ class Drafts(Protocol):
     """The interface of a model's attribute `drafts`, its draft layers, such as `nn.MTPDrafts` and `nn.DSparkDrafts`.
 
     Methods are called inside a traced function. Their argument `model` is the model that owns the draft layers; it has
-    `embed`, `logits` and `forward_streams`, see `DeepseekV4ForCausalLM`. The configuration alone (`config.drafts`) says
-    how many drafts a step can have, and how many spare rows the draft layers' windows have.
+    `embed`, `logits` and `forward_streams`, see `DeepseekV4ForCausalLM`. The configuration `config.drafts`, not this
+    interface, says how many drafts a step can have, and how many spare rows the draft layers' windows have.
     """
 
     def write(self, model: Any, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:

@@ -195,7 +195,7 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
 
 
 def _split(tree):
-    """Splits a tree into (the floating-point arrays, the other arrays), with None in the places of the rest."""
+    """Splits a tree into two of its shape: (floating-point arrays, other arrays). None marks the arrays left out."""
 
     def is_float(x):
         return jnp.issubdtype(x.dtype, jnp.floating)

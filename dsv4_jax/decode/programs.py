@@ -72,8 +72,8 @@ class CompiledModel:
 
         Raises:
           ValueError: the models differ in more than the values of their arrays; an array of the other model has no
-            values, because it is a `jax.ShapeDtypeStruct` or was deleted; or one of the models has an `expert_memory`,
-            and this model has arrays instead of `jax.ShapeDtypeStruct`.
+            values, because it is a `jax.ShapeDtypeStruct` or was deleted; or this model has arrays already, and one of
+            the models has an `expert_memory`.
         """
         new = CompiledModel.of(model)
         is_outline = any(isinstance(x, jax.ShapeDtypeStruct) for x in self.arrays)

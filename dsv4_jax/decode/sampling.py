@@ -218,7 +218,7 @@ def _keep_best(logits, sampling):
 
 
 def _largest_threshold(is_enough, logits):
-    """Finds for each row the largest threshold with which `is_enough` holds for the logits at or above it.
+    """Finds for each row the largest threshold such that `is_enough` accepts the logits at or above the threshold.
 
     The search is over the ranks of all float32 in ascending order, see `_float_at`. It finds one hexadecimal digit of
     the rank at a time, the highest first, by testing 15 thresholds.

@@ -37,11 +37,11 @@ class Engine(Summarized):
     * Shards: on a mesh with an axis "data" each shard runs its own requests, all in the same step. A request goes to
       the shard with room that has the longest cached prefix of its tokens. Among equal shards, it goes to the one with
       the most free slots.
-    * Overlap (`EngineConfig.overlap`): while a step's tokens are copied to the host, the next step already runs. The
-      next step takes newest tokens, and drafts that the device made, from the device. It leaves out requests that end
-      by their length. If a request turns out to have ended by a stop token, its tokens in this step are discarded. A
-      step that has to preempt a request, or verifies drafts under a grammar, is not launched early, since the host has
-      to know the tokens first.
+    * Overlap (`EngineConfig.overlap`): while a step's tokens are copied to the host, the next step already runs. It
+      reads the newest tokens, and drafts that the device made, from device memory. It leaves out requests that reach
+      their maximum length. If a request turns out to have ended by a stop token, its tokens in the next step are
+      discarded. A step that has to preempt a request, or verifies drafts under a grammar, is not launched early, since
+      the host has to know the tokens first.
     * Errors: if a step raises, the engine stays usable. All running requests are queued again and continue from the
       tokens that they have.
 
@@ -110,7 +110,7 @@ class Engine(Summarized):
         cache = manager.init_cache() if cache is None else cache
         self._experts = None
         if model.expert_memory is not None:
-            cache = cache.with_expert_counts()  # also if no experts move, since `begin_programs` uses such a cache
+            cache = cache.with_expert_counts()  # even if none can move: `begin_programs` compiles for these counts
             self._experts = model.expert_memory.migration
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
@@ -136,8 +136,9 @@ class Engine(Summarized):
         engine's `warm_up` waits until they are compiled.
 
         Args:
-          outline: CompiledModel of the module that `load_checkpoint` passes to its argument `on_outline`, with
-            `jax.ShapeDtypeStruct` in place of arrays; and with the model's `expert_memory`, if there is one.
+          outline: a `CompiledModel` without weights, made of the module that `load_checkpoint` passes to its argument
+            `on_outline`, and of the model's `expert_memory` if there is one. The module has `jax.ShapeDtypeStruct` in
+            place of arrays.
           manager, drafter, options: as for the engine. The manager must hold no request.
 
         Raises:
@@ -380,8 +381,8 @@ class Engine(Summarized):
         """Admits requests that fit, runs one batch, and returns the new tokens.
 
         Args:
-          decode: whether to draw tokens. If False, the step only runs tokens that precede each request's newest one, if
-            there are any. If the previous call has launched a step already, this step's tokens are still returned.
+          decode: whether to draw tokens. If False, the step runs only tokens that precede each request's newest one.
+            Tokens of a step that the previous call launched early are still returned.
 
         Returns:
           An output for each request that got tokens or failed since the most recent call that did not raise.
@@ -413,7 +414,7 @@ class Engine(Summarized):
             raise ValueError(f"{len(scheduler.running)} requests are running: warm up before the first step")
         with self._restart_on_error():
             sizes, scheduler.cache = self._runner.warm_up(scheduler.cache, self.prefix)
-        if self._experts is not None:  # experts that the tokens of this warm-up selected do not count
+        if self._experts is not None:  # forgets the experts that the warm-up's tokens selected
             scheduler.cache = scheduler.cache.with_expert_counts()
         return sizes
 

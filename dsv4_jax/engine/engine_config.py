@@ -22,13 +22,13 @@ class EngineConfig:
         slot.
       draft_tokens: maximum number of drafts of a request that a step verifies, less than the manager's
         `max_query_tokens`. None = the largest number allowed with a drafter, and 0 without one.
-      min_confidence: minimum estimated probability of drafts that the model's own layers make, as in
-        `decode.drafts.DraftOptions`; must be 0 otherwise.
+      min_confidence: minimum probability that a draft is accepted, as in `decode.drafts.DraftOptions`. It must be 0
+        unless the drafts come from the model's own layers.
       batch_invariant: whether all steps run in one program of `token_budget` tokens, so that logits do not depend on
         the batch. Without it, matrix products with different numbers of rows may add in different orders. The last bit
         of a logit can then depend on whether its token ran in a prompt's chunk, alone or as a draft. The option makes
         decode steps slower.
-      max_logprobs: maximum `top_logprobs` of a request; 0 = no log-probabilities but those of generated tokens. With
+      max_logprobs: maximum `top_logprobs` of a request; 0 = only the log-probabilities of generated tokens. With
         more than 20, the host waits for each step on a GPU.
       overlap: whether a call of `Engine.step` launches the next step before it reads the tokens of its own step, so
         that the device does not wait for the host. The option changes no token. `resolve` sets it to False with a

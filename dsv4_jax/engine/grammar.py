@@ -119,8 +119,8 @@ def token_masks(
 
     Args:
       rows: (matcher, its first row, its draft tokens) for each matcher.
-      num_rows: number of rows in all. All tokens are allowed in rows that belong to no matcher, and in rows that follow
-        a draft that the grammar does not allow.
+      num_rows: number of rows in all. A row allows all tokens if it belongs to no matcher, or follows a draft that the
+        grammar does not allow.
       vocab_size: number of tokens in the vocabulary.
 
     Returns:

@@ -35,7 +35,7 @@ class RequestParams:
       draft_tokens: maximum number of the request's drafts that a step verifies; None = the engine's `draft_tokens`.
       top_logprobs: number of likeliest tokens to keep, with their log-probabilities, for each generated token.
       prompt_logprobs: whether to compute log-probabilities of the prompt's tokens too. The whole prompt runs then, even
-        if the prefix cache holds a part. A step runs at most as many of the prompt's tokens as a decode step can have.
+        if the prefix cache holds a part. A step runs no more of the prompt's tokens than a decode step has room for.
       grammar: a `dsv4_jax.engine.grammar.Grammar` that the new tokens follow; None = any tokens. One of the grammar's
         end tokens must be among `stop_tokens`.
       logits_state: the request's state for the engine's `logits_processor` before its first new token; None = the
@@ -107,7 +107,7 @@ class Request(Summarized):
       cached_tokens: number of prompt tokens that the prefix cache held.
       matcher: GrammarMatcher of its new tokens; None without a grammar.
       slot: its slot in the cache while it runs, else -1.
-      offloaded: its OffloadedRequest, from which it can resume, while it waits after a preemption or a fork; else None.
+      offloaded: OffloadedRequest with its bytes, while it waits after a preemption or a fork; else None.
     """
 
     def __init__(self, id: Hashable, prompt: np.ndarray, params: RequestParams, *, order: int):
@@ -223,10 +223,10 @@ class Request(Summarized):
 
     @property
     def decisions(self) -> Decisions | None:
-        """Decisions [num_tokens, ...] by position, as NumPy arrays; a copy of the recorded ones.
+        """A copy of the recorded decisions, by position: Decisions [num_tokens, ...] of NumPy arrays.
 
-        They are 0 for tokens that the request has not run itself: those that the prefix cache held, and the newest one.
-        None if the engine records no decisions (`EngineConfig.record_decisions`) or no step has been read yet.
+        The codes are 0 for tokens that the request has not run itself: those that the prefix cache held, and the newest
+        one. None if the engine records no decisions (`EngineConfig.record_decisions`) or no step has been read yet.
         """
         if not self._decisions:
             return None

@@ -314,7 +314,10 @@ class StepRunner:
             threads.shutdown(wait=False)
 
     def _compile(self, cache, launched, masks, function, args, options):
-        """Compiles the program of a step. Without a mesh, also runs `draw_step` if it draws the step's tokens."""
+        """Compiles the program of a step.
+
+        Without a mesh, also runs `draw_step` if that program draws the step's tokens, so that it is compiled.
+        """
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
             logits = np.zeros((len(masks), self._manager.schema.config.vocab_size), np.float32)

@@ -27,9 +27,8 @@ class Scheduler:
     takes more blocks as it grows. When a shard of the cache has no block left, a request of the shard is preempted: of
     those with the lowest priority, the one that was added last.
 
-    The bytes of a preempted request move to host memory and later come back unchanged, to any shard. The request's
-    tokens are not run again instead, because the bits of a token that was decoded alone may differ if it runs in a
-    chunk.
+    The bytes of a preempted request move to host memory and later come back unchanged, to any shard. The request does
+    not run its tokens again, because a token that was decoded alone may get other bits in a chunk.
 
     Attributes:
       manager, prefix: as for `Engine`.
@@ -287,7 +286,7 @@ class Scheduler:
         self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
 
     def _forget_rejected(self, schedule, follower):
-        """Rewinds requests by their rejected drafts. Returns how many tokens of each the cache then holds, [n]."""
+        """Rewinds requests by their rejected drafts. Returns [n] the number of each one's tokens left in the cache."""
         lengths = schedule.ends
         drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
         followed = set()

@@ -90,8 +90,9 @@ def beam_search(
 ) -> list[Candidate]:
     """Finds likely answers by beam search, which keeps the `beams` likeliest unfinished answers from step to step.
 
-    If several kept answers continue the same parent, the parent's request is forked: full blocks are shared, the rest
-    is copied. The search ends when `beams` answers have ended with a stop token, or at `max_new_tokens`.
+    If several kept answers continue the same answer of the previous step, that answer's request is forked: full blocks
+    are shared, the rest is copied. The search ends when `beams` answers have ended with a stop token, or at
+    `max_new_tokens`.
 
     Args:
       model, manager, max_new_tokens, stop_tokens, chunk: as for `stream`. The manager must have `beams` slots.
@@ -163,9 +164,9 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
 
 
 def _follow_parents(manager, cache, slots, parents):
-    """Gives each new answer the slot of its parent, the answer that it continues, or of a fork of the parent.
+    """Gives each new answer a slot: that of its parent, or of a fork of its parent.
 
-    Parents that no answer continues are released first.
+    The parent is the answer that the new one continues by a token. Parents without a new answer are released first.
 
     Args:
       manager: the manager.

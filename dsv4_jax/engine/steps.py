@@ -122,10 +122,10 @@ class LaunchedStep:
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
     def with_known_tokens(self) -> "LaunchedStep":
-        """Returns the step with those tokens and `start` filled in that the host did not know at its launch.
+        """Fills in the tokens, and the values of `start`, that the host did not know when the step was launched.
 
-        Call it after the previous step was read and this step's drawing was launched. If the output has no
-        drafts, the step is returned unchanged. Requests that have ended keep the values of the launch.
+        Call it after the previous step was read and this step's drawing was launched. Returns the completed step, or
+        this step unchanged if its output has no drafts. Requests that have ended keep the values of the launch.
         """
         if self.output is None or self.output.draft_tokens is None:
             return self

@@ -52,8 +52,8 @@ class ExpertMemory:
       frequencies: {name of a layer: [E] how often each expert is selected}. The most frequent experts lie on the GPU.
         Among equally frequent ones, and in a layer that is missing here, the experts on the GPU are spread evenly over
         the expert numbers.
-      placement_file: file with the frequencies that earlier processes counted, in which `migration` keeps them; None
-        for no file. A file that is missing or invalid is ignored.
+      placement_file: file in which `migration` keeps the frequencies for later processes. `plan` reads those of earlier
+        processes from it, unless the file is missing or invalid. None for no file.
       layers: {name of a layer: expert pages of each of its matrices that is placed}, in the order of `plan`.
     """
 
@@ -95,7 +95,7 @@ class ExpertMemory:
 
         Args:
           layers: names of all layers with experts, in the order of the rows of `KVCache.expert_counts`.
-          shapes: shape [E, ...] of the uint8 codes of each matrix of a layer. They are the same in all layers.
+          shapes: for each of a layer's matrices, the shape [E, ...] of its uint8 codes. Layers have equal shapes.
 
         Returns:
           A sentence about the decision, for the log.

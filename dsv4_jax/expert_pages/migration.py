@@ -221,7 +221,7 @@ class ExpertMigration:
         """
         counts = np.asarray(snapshot).view(np.uint32)
         added = counts - self._before
-        if added.max(initial=0) > np.iinfo(np.int32).max:  # a negative difference: the counts are of a new cache
+        if added.max(initial=0) > np.iinfo(np.int32).max:  # the difference is negative: a new cache counts from 0
             added = counts
         self._before = counts
         tokens, reads = added.astype(np.int64)

@@ -32,7 +32,7 @@ class Mapping:
     address: int
     nbytes: int
     handle: Any
-    on_host: bool  # whether it is host memory, otherwise GPU memory
+    on_host: bool  # True = host memory, False = GPU memory
     is_mapped: bool = False
     for_cpu: bool = False  # whether the CPU can read and write it
     # Whether `address` still maps memory that now belongs to an expert. Then the address must be mapped to `handle`
@@ -177,7 +177,7 @@ def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_
     Args:
       memory: virtual memory of the GPU.
       nbytes: size of each mapping.
-      on_host: whether each mapping is of host memory, otherwise of GPU memory.
+      on_host: for each mapping, True = host memory, False = GPU memory.
       for_cpu: whether the CPU may read and write the mappings of host memory.
     """
     base = memory.reserve(nbytes * len(on_host))
@@ -185,7 +185,7 @@ def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_
     try:
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             futures = [pool.submit(memory.create, nbytes, on_host=host) for host in on_host]
-        # Every handle that was made gets a mapping, so that `_free` releases it if another one failed.
+        # Every handle that was made gets a mapping, so that `_free` releases it if making another handle failed.
         for number, (future, host) in enumerate(zip(futures, on_host, strict=True)):
             if future.exception() is None:
                 mappings.append(Mapping(base + number * nbytes, nbytes, future.result(), host))

@@ -174,9 +174,8 @@ class CacheDevices:
     def put_changed(self, tree: Any, axis: str | None = None) -> Any:
         """Copies arrays to the devices as `put` does, but skips arrays that have not changed since an earlier call.
 
-        An array is compared with the array that was put most recently at the same place of an equal tree structure,
-        with the same shape and the same `axis`. If the two are equal, the array that is already on the devices is
-        returned.
+        Each array is compared with the one that was put most recently with the same tree structure, place in the tree,
+        shape and `axis`. If the two are equal, the array that is already on the devices is returned.
 
         Args:
           tree: pytree of NumPy arrays, which must not be modified later.

@@ -392,8 +392,8 @@ class KVCacheManager(Summarized):
           Without `prefill_size`, T is `decode_size`.
         * A step of more tokens: T is `prefill_size`, or without it the next power of two.
 
-        Batches run in the order in which they were prepared. If a batch is dropped, steps refuse the later batches of
-        its requests; take the tokens of all these batches back with `rewind` then.
+        Batches run in the order in which they were prepared. If you do not run a batch, steps refuse the later batches
+        of its requests. Then call `rewind` to take back the tokens of that batch and of these later ones.
 
         Args:
           tokens: {slot: [n] token ids that follow the request's tokens}.
@@ -401,7 +401,7 @@ class KVCacheManager(Summarized):
             the blocks for these tokens too. Report the decoded tokens with `advance`.
           prefill_size: T of every step but decode steps (the first case above). If it is given, two compiled programs
             are enough.
-          decode_size: T of decode steps; None = the number of slots, `max_requests`. A larger size makes room for draft
+          decode_size: T of decode steps; None = the number of slots in a shard. A larger size makes room for draft
             tokens. 0 gives every step the size `prefill_size`.
 
         Returns:
@@ -553,9 +553,9 @@ class KVCacheManager(Summarized):
         Args:
           slot: slot of the request.
           num_tokens: number of tokens to forget.
-          is_followed: whether the newest batch was launched before the host knew that these tokens, drafts in the
-            preceding batch, were rejected. The device has then written the newest batch's tokens at the positions of
-            the rejected drafts (see `EarlierTokens.fill`).
+          is_followed: whether these tokens are rejected drafts of the batch before the newest one, and the newest batch
+            was launched before the host knew of the rejection. The device has then written the newest batch's tokens at
+            the positions of the rejected drafts (see `EarlierTokens.fill`).
 
         Raises:
           ValueError: the slot is not admitted, `num_tokens` is negative, the rings do not reach back to the new length,

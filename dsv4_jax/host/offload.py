@@ -79,7 +79,7 @@ def capture(
       manager: the manager that admitted the request.
       cache: the cache after a step.
       slot: slot of the request.
-      key: name of the model's weights; `resume` must get the same.
+      key: name of the model's weights; `resume` must get the same name.
       length: number of tokens of the copy: all (None), or one less.
 
     Raises:
@@ -163,7 +163,7 @@ def resume(
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
-        # The request can be rewound less far if this cache's rings have fewer spare rows than those it comes from.
+        # If this cache's rings have fewer spare rows than the request's earlier cache, it can be rewound less far.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, weights=offloaded.weights)
         record_write(table, cache, new, {slot: state})
@@ -242,7 +242,7 @@ def save_request(
       cache: the cache after a step; only read.
       slot: slot of the request.
       tokens: [n] ids of all tokens that the request holds.
-      key: name of the model's weights; `load_request` must get the same.
+      key: name of the model's weights; `load_request` must get the same name.
 
     Raises:
       TypeError, ValueError: the ids are bad, the slot is not admitted, or the request does not hold `n` tokens.

@@ -273,9 +273,13 @@ class RequestTable:
     def find_slot(self, num_tokens: int, prefixes: Sequence[FoundPrefix] = ()) -> int:
         """Returns the slot for a new request: the lowest free slot in the best shard.
 
-        Shards are compared by these criteria, where each decides only between shards that are equal by the preceding
-        ones: a free slot, enough blocks for the request, the longest cached prefix of the prompt, the most free slots,
-        and the most free or evictable blocks.
+        The best shard is found by these criteria. Each one decides only if the criteria before it leave a tie.
+
+        1. The shard has a free slot.
+        2. It has enough blocks for the request.
+        3. It has the longest cached prefix of the prompt.
+        4. It has the most free slots.
+        5. It has the most free or evictable blocks.
 
         Args:
           num_tokens: number of tokens that the request will hold in the end.

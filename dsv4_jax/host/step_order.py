@@ -71,7 +71,7 @@ class CacheContents:
         return np.where(present["admitted"] == 0, self.is_complete, present["changed"] != numbers[slots]["changed"])
 
     def state(self, slot: int) -> RequestState:
-        """Returns the state of a request as the cache holds it, with the blocks that the table reserves for it.
+        """Returns the state that a request has in this cache, with the blocks that the table reserves for the request.
 
         If the cache holds no token of the request, the state has length 0.
         """
@@ -251,8 +251,8 @@ def _follow(table, old, new, slots, after, before=None):
       old: the cache that the program got.
       new: the cache that the program returned.
       slots: the written slots.
-      after: [slots of the cache] array of dtype `NUMBERS`, the states after the program. Only the entries of the
-        written slots are used, unless the record of `old` holds the very array `before`.
+      after: [slots of the cache] array of dtype `NUMBERS`, the states after the program. It becomes the new record if
+        the record of `old` is the very array `before`. Otherwise only the entries of the written slots are used.
       before: array of the same shape and dtype, the states before the program, from which `after` was made; or None.
     """
     contents = _record_of(old.lengths)

@@ -43,8 +43,8 @@ class Engram(nnx.Module):
     before the first layer runs, see `look_up_ahead`.
 
     Attributes:
-      embedding: [num_embeddings, head_dim] in `param_dtype`, the table; or a QuantizedWeight with a scale for each 32
-        channels of a row, of which only the rows that are looked up are dequantized.
+      embedding: the table, [num_embeddings, head_dim] in `param_dtype`; or a QuantizedWeight with a scale for each 32
+        channels of a row. Only the rows that are looked up are dequantized.
       kv_proj: Linear from rows * head_dim to (h + 1) * hidden: the keys of the streams, then the value.
       q_weight, k_weight: [h, hidden] float32 weights of the streams' and the keys' norms.
     """

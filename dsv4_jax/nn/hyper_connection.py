@@ -31,7 +31,7 @@ class ResidualStreams:
       streams: [T, hc_mult, hidden] streams that entered the earlier block.
       y: [T, hidden] output of the earlier block; on a mesh, this device's term of a sum. None: nothing is to be merged.
       mixing: [T, (2 + hc_mult) * hc_mult] float32 mixing weights to merge y with, see `ops.hyper_connections`; or None.
-        In V4.1 the weights `pre` in it collapse the merged streams, so it is needed without y, too.
+        In V4.1 the weights `pre` in `mixing` collapse the merged streams, so `mixing` is needed even without y.
     """
 
     streams: Float[Array, "T h D"]

@@ -178,7 +178,7 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, token_ids: Int[Array, "T"]) -> Float[Array, "T n"]:
-        """Maps token ids [T] int32 to [T, features]. The rows of padding ids, -1, are zeros."""
+        """Maps token ids [T] int32 to [T, features]. Ids outside of the vocabulary, such as -1, give zeros."""
         rows = self.weight[...]
         local = token_ids - model_index() * rows.shape[0]
         here = (local >= 0) & (local < rows.shape[0])

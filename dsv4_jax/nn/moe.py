@@ -161,11 +161,11 @@ class Experts(nnx.Module):
         Args:
           x: [T, hidden] normed input of the MoE.
           routing: experts in [0, E), or -1, and their weights.
-          shared: matrices of the shared expert, see `MLP.matrices`, whose output is added, too; None = none is added.
+          shared: matrices of the shared expert, from `MLP.matrices`, to add its output too; None = routed experts only.
 
         Returns:
-          [T, hidden] float32 sum; with `shared`, rounded to the dtype of x. On a mesh it is this device's term of a
-          sum.
+          [T, hidden] the sum in float32, or with `shared` in the dtype of x. On a mesh, the result is this device's
+          term of a further sum, over the devices.
         """
         gate_up = merged_rows(self.gate_up_proj.get_value())
         down = self.down_proj.get_value()

@@ -61,8 +61,8 @@ class ParameterView:
     def set_value(self, new: Array | QuantizedWeight) -> None:
         """Writes the parameter into the variable, whose old arrays are donated.
 
-        Raises ValueError if the new value has another shape, or is not stored like the variable: as an array, or
-        quantized in the same kind.
+        Raises ValueError if the new value has another shape or another storage than the parameter. The storage is an
+        array, or a kind of `QuantizedWeight`.
         """
         kind, new_kind = (getattr(value, "kind", "an array") for value in (self.variable.get_value(), new))
         if (new.shape, new_kind) != (self.shape, kind):
@@ -83,7 +83,7 @@ class ParameterView:
 
 
 def _of_scales(place, rows):
-    """Converts an item of an index of codes to an item of an index of scales: divides a slice of rows by `rows`."""
+    """Converts an item of an index into codes to one into scales. Only a slice changes: a scale is for `rows` rows."""
     return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
 
 

@@ -30,7 +30,7 @@ def token_adapters(numbers: Int[Array, "T"] | None) -> Iterator[None]:
 
 @jax.named_scope("projections")
 def add_products(outputs, x, adapters):
-    """Adds the product of each token's adapter to the outputs of maps of x.
+    """Adds the product of each token's adapter to the outputs of several linear maps that have the same input x.
 
     Returns the outputs unchanged if no token has an adapter, see `token_adapters`.
 

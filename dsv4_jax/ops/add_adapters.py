@@ -26,7 +26,7 @@ def add_adapters(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T _"], ...]:
-    """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of maps of x, where i is the token's adapter.
+    """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of several linear maps of x. A token has adapter i.
 
     Gradients always come from "xla", whichever implementation computes the values.
 
@@ -38,8 +38,8 @@ def add_adapters(
       ups: for each map [m, n, r] matrices. All matrices and `scales[i] * down[i] @ x` are rounded to the dtype of x.
       numbers: [T] int32 index of each token's adapter, 0 to n - 1. Any other value, such as -1, means no adapter.
       scales: factor of each adapter's product (static).
-      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take inputs, outputs and matrices in
-        bfloat16, a number of tokens that is a multiple of 8 up to 64, and n * r that is a multiple of 64 up to 256.
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two need inputs, outputs and matrices in
+        bfloat16. T must be a multiple of 8 up to 64, and n * r a multiple of 64 up to 256.
 
     Returns:
       The outputs with the products added in float32, rounded to their dtypes.

@@ -67,7 +67,7 @@ def attend_to_shards(
     partial_results = attend(all_heads, jnp.asarray(model_index() == 0))
 
     def to_owners(x):
-        """Sends results [T, A, ...] to the owners of heads. Returns all devices' results [devices, T, H, ...] for H."""
+        """Sends results [T, A, ...] to the heads' devices. Returns [devices, T, H, ...] for this device's H heads."""
         x = x.reshape(tokens, -1, heads, *x.shape[2:])
         return jax.lax.all_to_all(x, MODEL_AXIS, split_axis=1, concat_axis=0)
 

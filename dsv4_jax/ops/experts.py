@@ -97,8 +97,12 @@ def _for_kernel(weight):
 def _take_one_launch(x, *matrices):
     """Returns whether one kernel launch can compute routed and shared experts.
 
-    Such a launch takes few tokens, and weights in the release's storage: `matrices` are gate_up and down of the routed
-    experts in FP4, then gate_up and down of the shared expert in FP8.
+    One launch takes up to `MAX_SHARED_TOKENS` tokens. It needs the release's storage: FP4 for routed experts, FP8 for
+    the shared expert. It also limits the numbers of inner channels.
+
+    Args:
+      x: [T, D] activations.
+      matrices: gate_up and down of the routed experts, then gate_up and down of the shared expert.
     """
     kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in layer_value(matrices)]
     inner = matrices[1].shape[2]

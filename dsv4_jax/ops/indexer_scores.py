@@ -59,8 +59,8 @@ def indexer_scores(
         token's request.
       block_size: number of entries in a candidate block.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 32 or 64 heads of 128 dims in
-        bfloat16, and keys in the formats "v4", "v41" and "per_entry". Candidates must be an even number of blocks of 8
-        entries, in another format than "v4".
+        bfloat16, and keys in the formats "v4", "v41" and "per_entry". With candidates, they do not take "v4";
+        `block_size` must be 8, and `count` an even number.
 
     Returns:
       [T, E] float32 scores, with E = max_blocks * entries per block, or count * block_size if there are candidates. In

@@ -117,8 +117,9 @@ def router(
         tokens, in place of `bias` or `table`. The kernel takes no images. None = no token is a part of an image.
       top_k: number of experts per token.
       scaling_factor: sum of a token's weights.
-      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x in bfloat16. Up to 256 tokens, they
-        are a kernel, for D a multiple of 512 and E a multiple of 128. For more, only their products differ from "xla".
+      implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x in bfloat16. For up to 256 tokens
+        they run a kernel, which needs D a multiple of 512 and E a multiple of 128 up to 1024. For more tokens they
+        differ from "xla" only in how they compute `x @ weight.T`.
 
     Returns:
       Routing with the experts and weights of each token.

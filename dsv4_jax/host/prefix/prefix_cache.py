@@ -227,7 +227,7 @@ class PrefixCache(Summarized):
            snapshot, the chunk ends at this boundary. The next prompt with the same beginning then hits there.
         2. If the prompt's last boundary is within the chunk, the chunk ends there, since the next turn of a chat
            continues there. The tokens after it take another step.
-        3. If `every` is set and the chunk becomes at most an eighth shorter, it ends at the largest boundary in it.
+        3. If `every` is set, the chunk ends at its largest boundary, unless this cuts off more than an eighth.
         4. The chunk ends at `end`.
 
         Args:
@@ -511,7 +511,7 @@ class PrefixCache(Summarized):
         return hashlib.blake2b(data, key=self._root, person=b"salt", digest_size=32).digest() if salt else self._root
 
     def _digests(self, ids, salt="", path=()):
-        """Yields the digests of the full blocks of `ids`, token ids that follow the blocks of the nodes `path`."""
+        """Yields the digest of each full block of the token ids `ids`, which follow the blocks of the nodes `path`."""
         digest = path[-1].digest if path else self._salted_root(salt)
         block_tokens = self._block_tokens
         for end in range(block_tokens, len(ids) + 1, block_tokens):

@@ -136,8 +136,8 @@ class PrefixFiles(Summarized):
 
     The folder has mode 0700 and the files have mode 0600, since the files reveal what users wrote.
 
-    One thread writes the files. Arrays wait for this thread in a queue. If a queue that is not empty would exceed
-    `max_pending_bytes`, the new arrays are dropped and counted, so that no step waits for the disk. A file that cannot
+    One thread writes the files. Arrays wait for this thread in a queue. So that no step waits for the disk, new arrays
+    are dropped and counted if others are waiting and the queue would exceed `max_pending_bytes`. A file that cannot
     be read or written raises no exception: the fault is logged and counted, and the block or snapshot counts as not
     cached.
 
