@@ -175,7 +175,7 @@ class CacheDevices:
         """Copies arrays to the devices as `put` does, but skips arrays that have not changed since an earlier call.
 
         Each array is compared with the one that was put most recently with the same tree structure, place in the tree,
-        shape and `axis`. If the two are equal, the array that is already on the devices is returned.
+        shape, dtype and `axis`. If the two are equal, the array that is already on the devices is returned.
 
         Args:
           tree: pytree of NumPy arrays, which must not be modified later.
@@ -185,7 +185,7 @@ class CacheDevices:
           A pytree of the same structure, with the arrays on the devices.
         """
         leaves, structure = jax.tree.flatten(tree)
-        arrays = {(structure, i, np.shape(leaf), axis): leaf for i, leaf in enumerate(leaves)}
+        arrays = {(structure, i, leaf.shape, leaf.dtype, axis): leaf for i, leaf in enumerate(leaves)}
         changed = {key: array for key, array in arrays.items() if not self._is_there(key, array)}
         if changed:
             on_devices = self.put(list(changed.values()), axis)

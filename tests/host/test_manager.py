@@ -508,3 +508,9 @@ def test_acquire_is_a_view_and_allocates_nothing(unchanged):
     handle = manager.acquire(manager.init_cache(), 1, batch)
     assert handle.spec == manager.schema.layers[1]
     assert handle.batch is batch
+
+
+def test_equal_bytes_of_another_dtype_are_put_again():
+    devices = make().devices
+    arrays = [devices.put_changed([np.zeros(2, dtype)])[0] for dtype in (np.int32, np.float32, np.int32)]
+    assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32] and arrays[2] is arrays[0]
