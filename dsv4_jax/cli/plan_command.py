@@ -48,7 +48,7 @@ class PlanCommand:
       weights: bytes of the memory that are already taken, for instance by the model's weights. quantized: count the
         weights, stored as in the release, on each device of --mesh; with --drafts, also those of the draft layers.
       expert_memory: for a model that is larger than its GPU: how much of --memory the routed experts may take, such as
-        60GB, or auto for what the other weights, --max-requests (or one) full requests and the programs leave. Reports
+        60GB. auto: what the other weights, the programs and --max-requests full requests (default: one) leave. Reports
         how many experts stay in host memory and estimates the time of a step.
       gpu: GPU whose measured rates the estimate uses.
       as_json: print one JSON object instead.

@@ -64,8 +64,8 @@ class ServeCommand(RandomModelOptions):
       token_budget: maximum number of tokens in a step. A larger budget reads prompts faster and delays running requests
         longer. Default: 256; with --batch-invariant the size of a decode step, --max-requests times (1 + --drafts).
       drafts: number of tokens that may be drafted for a request in a step; 0 = no speculative decoding.
-      drafter: prompt looks drafts up in the request's own text, for which each step waits for the one before; model
-        runs the model's draft layers, which a checkpoint must have: a multi-token-prediction block or DSpark's layers.
+      drafter: source of drafts. prompt: the request's own text; each step then waits for the one before it. model:
+        the model's draft layers, a multi-token-prediction block or DSpark's layers, which the checkpoint must have.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
       structured_output: compile the programs for answers of a given form (JSON, required tool calls) at the start.
