@@ -27,8 +27,8 @@ _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no text contains this name
 # `_APRIL_EFFORTS` maps a reasoning effort of April's release to the effort of release 0731 that has the same prompt.
-# The encoding has the prompts of 0731 only. April's release has the first two of these three prompts, under other
-# names.
+# The encoding has only the prompts of 0731: "low", which is empty, "high" and "max". April's release has the first two
+# of them, under other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
