@@ -93,7 +93,7 @@ class Converted(NamedTuple):
     Attributes:
       request: the body as deepseek-recipe converts it.
       conversation: the request's conversation, with the fields of Messages that deepseek-recipe leaves out.
-      parsing: options of the parser of the answer.
+      parsing: options of the answer's parser.
     """
 
     request: recipe.ConversationRequest
@@ -113,7 +113,7 @@ class Chat:
       special_tokens: names of the special tokens that the encoding needs.
       call_tags: how the model writes the tags of tool calls.
       takes_numbers: whether reasoning effort may be a number.
-      options: deepseek-recipe's options of the conversion of bodies to conversations.
+      options: deepseek-recipe's options for converting bodies to conversations.
     """
 
     stops: tuple[str, ...] = ("\n\nUser:",)
