@@ -117,8 +117,8 @@ def gather_cases(schema: CacheSchema) -> Iterator[Case]:
 
 def _gather_case(op, codec, tokens, rows, view, *inputs):
     """Returns a case in which each token gathers `rows` rows of `view`, stored by `codec`."""
-    # For each row, the encoded row is read, and a bfloat16 row and a flag of one byte are written. The int32 inputs of
-    # a token are its slot, and its position or the index of each row.
+    # For each row, the encoded row is read, and a bfloat16 row and a flag of one byte are written. For each
+    # token, its slot and either the index of each row or the token's position are read, as int32.
     row_bytes = tree_bytes(codec.struct) + 2 * codec.dim + 1
     token_inputs = 1 + (rows if op is ops.gather_compressed_kv else 1)
     return Case(
@@ -134,10 +134,9 @@ def _gather_case(op, codec, tokens, rows, view, *inputs):
 def attention_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `sparse_attention`, with one token per request.
 
-    A token attends to its window and to compressed entries. Without an indexer, these are all 8,192 entries of its
-    request. With an indexer, they are k entries, selected from 4 * k entries of its request. In further cases, they are
-    selected from 2**18 entries of the request, in a pool of 2**20 entries that all requests share. The selected rows
-    are then rarely adjacent.
+    A token attends to its window and to compressed entries of its request. Without an indexer, it attends to all 8,192
+    entries. With an indexer, it attends to k entries, selected from 4 * k. In further cases, they are selected from
+    2**18 entries, in a pool of 2**20 entries that all requests share, so that the selected rows are rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():

@@ -201,8 +201,8 @@ def paged_view(
       group: the layer's group.
       codec: codec of the entries, or of the index keys.
       lengths: number of entries of each request.
-      shared: number of entries in a pool whose blocks requests share. Each request gets distinct blocks at random. If
-        0, each block belongs to one request, and the order of the blocks is random.
+      shared: number of entries in the pool. Each request gets distinct random blocks of the pool, which other requests
+        may get, too. If 0, the pool has just the blocks that the requests need, in random order, and none is shared.
     """
     rows = schema.entries_per_block(group.name)
     blocks = np.array([-(-length // rows) for length in lengths])

@@ -22,7 +22,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sources(config, layer):
-    """Returns the layers whose entries, selection or candidates a layer reads, as indices. It may be one of them."""
+    """Returns the indices of the layers whose entries, selection or candidates a layer uses; its own may be one."""
     spec = config.specs[layer]
     owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
@@ -81,8 +81,8 @@ def _sliced_specs(config, numbers):
 def layer_kinds(config: DSV4Config) -> dict[int, int]:
     """Returns {index of the first layer of a kind: number of layers of this kind} for all kinds of layers.
 
-    Layers of one kind use the cache in the same way, and so do the layers that they read from. Either all layers of a
-    kind have Engram or none has.
+    Two layers are of the same kind if they use the cache in the same way, if this also holds for the layers that they
+    read from, and if both have Engram or neither has.
     """
     firsts = {}  # {properties of a kind: index of the kind's first layer}
     counts = collections.Counter[int]()

@@ -57,13 +57,14 @@ def chosen_cases(
 ) -> Iterator[Case]:
     """Yields the cases to measure.
 
-    Without a GPU, large cases are left out. Of cases whose labels differ only in numbers, the first is kept.
+    Without a GPU, large cases are left out. If the labels of several cases differ only in numbers, only the first of
+    these cases is measured then.
 
     Args:
       config: configuration of the model.
       kv_format: storage format of the cache's rows.
       names: names of ops, keys of `CASES`.
-      only: texts, of which a case's label, "OP SHAPE", must contain one; empty for all cases.
+      only: texts. Only cases whose label, "OP SHAPE", contains one of them are measured. Empty for all cases.
     """
     gpu = jax.default_backend() == "gpu"
     kinds = set()

@@ -32,9 +32,10 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     """Measures a model of one layer for each kind of layer; prints and yields the results.
 
     If a layer needs other layers that store or select entries for it, a model of these other layers alone is measured,
-    too. The work and the time of this model are subtracted. The final results are for all layers together. Their time
-    sums up, over all kinds, the time of a layer times the number of layers of the kind. All contexts are measured in a
-    cache for the longest context, so that a program is compiled only once for each kind of layer and size of a chunk.
+    too. The work and the time of this model are subtracted. The final results are for all layers together. For
+    these, the work and the time of a layer of each kind are multiplied by the number of such layers and summed up. All
+    contexts are measured in a cache for the longest context, so that a program is compiled only once for each kind of
+    layer and size of a chunk.
 
     On a GPU, a time is the sum of the kernels' times, without the embedding, the head and sampling. Without a GPU, the
     packaged model replaces `config`, and a time is the time of the whole step.

@@ -38,7 +38,7 @@ class RandomSteps:
       manager: manager of the cache, which decides the cache's sizes.
       requests: number of requests.
       tokens: number of tokens of each request in a step.
-      drafts: number of tokens that a step then drafts for each request.
+      drafts: number of tokens that a step drafts for each request, after it has run its `tokens`.
       batch_invariant: whether decode steps run in the program for prompts, as in a batch-invariant engine.
       cache: the cache; None before the first requests. Set it to None to free its memory.
       program: `decode.program_store.Program` of a step; None before the first step.

@@ -9,8 +9,9 @@ from dsv4_jax.bench.kernel_kinds import KINDS, OUTSIDE, REST
 Row = dict[str, Any]  # the fields of a result, or of a report of many results
 # Kernels of these kinds belong to layers.
 LAYER_KINDS = tuple(kind for kind in (*KINDS, REST) if kind not in OUTSIDE)
-# `MODELS` maps the field "shapes" of a report to the model's name in titles. "shapes" is the name of a configuration
-# without "v4_", or a folder, which is its own title. Without a GPU, "tiny" replaces models of V4.
+# `MODELS` maps the field "shapes" of a report to the model's name in titles. The field is the name of a configuration
+# without "v4_", or a folder. Folders are not listed, because their path is the title. Without a GPU, "tiny" replaces
+# models of V4.
 MODELS = {
     "flash": "V4-Flash",
     "pro": "V4-Pro",
@@ -83,7 +84,7 @@ def layer_share(row: Row) -> Row:
         embedding, the head and sampling.
       * layer_floor: lower bound of a layer's time, from `floor_milliseconds` without the head.
       * kinds: {kind of kernel: time of a layer's kernels of this kind}.
-      * gaps: a layer's share of all time between the step's kernels, also around the embedding, the head and sampling.
+      * gaps: a layer's share of the time in which the step runs no kernel, including gaps outside the layers.
       * outside: milliseconds of the kernels of the embedding, the head and sampling.
     """
     times = row["kernel_milliseconds"]
@@ -98,6 +99,6 @@ def layer_share(row: Row) -> Row:
 
 
 def tokens_per_second(row: Row) -> dict[str, float]:
-    """Returns {acceptance rate as text: tokens a second of all requests} of a step with drafts, for `ACCEPTANCES`."""
+    """Returns the tokens a second of all requests at each rate of `ACCEPTANCES`: {rate as text: tokens a second}."""
     steps = 1e3 * row["requests"] / row["milliseconds"]
     return {str(share): steps * sum(share**i for i in range(1 + row["drafts"])) for share in ACCEPTANCES}

@@ -226,7 +226,7 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows a rounding difference in bfloat16 values up to 8, and its effect in float32 coefficients."""
+        """Allows bfloat16 values up to 8 to differ by rounding, and float32 coefficients by the effect of this."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)

@@ -111,7 +111,7 @@ def _refuse_mismatches(
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
-    """Returns the names. To the first 10, those that `listing` shows, adds the most similar name of `others`."""
+    """Returns the names. Adds similar names of `others`, if there are any, to the first 10, which `listing` shows."""
     lines = []
     for name in names[:_MAX_LISTED]:
         match = difflib.get_close_matches(name, others[:_MAX_COMPARED], n=1, cutoff=0.8)

@@ -79,7 +79,7 @@ _Block = tuple[int, np.ndarray, np.ndarray | None]  # index of a piece, some of 
 
 
 def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Iterator[_Block]:
-    """Yields the rows of a piece in blocks that a thread copies and checks at a time; target None = nothing to copy."""
+    """Divides a piece into blocks, each for one thread to copy and check. With `target` None, nothing is copied."""
     values = np.atleast_1d(values)
     target = None if target is None else np.atleast_1d(target)
     size = values.nbytes if target is None else target.nbytes

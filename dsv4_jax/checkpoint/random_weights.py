@@ -280,7 +280,7 @@ def _draw(path, value, where):
 
     Args:
       path: path of a parameter in the variable.
-      value: shape and dtype of the variable's value, `QuantizedWeight` if it is quantized.
+      value: a `jax.ShapeDtypeStruct` like the variable's value, or a `QuantizedWeight` of such structs.
       where: sharding of the variable; None for the default device.
     """
     *_, kind, name = path.split(".")

@@ -16,8 +16,8 @@ from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _log = logging.getLogger(__name__)
-# The release's quantized storage has these dtypes: of FP8 codes, of scales, and of FP4 codes. `storage.join_scales`
-# joins codes and scales.
+# The dtypes of the release's quantized storage: FP8 codes, scales and FP4 codes. `storage.join_scales` joins codes and
+# scales.
 _QUANTIZED = ("F8_E4M3", "F8_E8M0", "I8")
 
 

@@ -105,7 +105,7 @@ class ModelBench(_DecodeSteps):
 
     Weights are random and quantized as in the release, and the cache is full. Reports the time of a step, of a step in
     the loop on the device ("loop"), and until the call of a step returns ("call"). The floor is the time to read
-    weights and cache once. Times of a layer are in microseconds, in all and for each kind of kernel. They do not
+    weights and cache once. The time of a layer and its time for each kind of kernel are in microseconds. They do not
     include embedding, head and sampling ("head"), except on a CPU, where single kernels are not timed.
 
     For example:
@@ -142,8 +142,8 @@ class PrefillBench(ModelBenchmark):
     If a layer reads entries or selections of other layers, these also run alone, and their time is subtracted. Reports
     milliseconds and tokens a second, the rate of the matrix products, the floor, and the time of each kind of kernel.
     The floor is the larger of two times: to read weights and cache once, and to compute the matrix products at the rate
-    of a large product. The last lines are for all layers together. Embedding and head are left out, but not on a CPU,
-    where kernels have no times.
+    of a large product. The last lines are for all layers together. Embedding and head are left out, except on a
+    CPU, where single kernels are not timed.
 
     For example:
       dsv4-jax bench prefill --chunks 8192 --contexts 0 65536 --plot prefill.png

@@ -94,7 +94,7 @@ class _Session:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def find_model(self):
-        """Returns the name of the server's first model. Raises ValueError if no server answers, or it refuses."""
+        """Returns the name of the server's first model. Raises ValueError if the server refuses or is not there."""
         with self._open("/v1/models") as response:
             return json.load(response)["data"][0]["id"]
 

@@ -16,12 +16,13 @@ from dsv4_jax.cli.options import optional
 class ConvertCommand:
     """Writes a checkpoint's weights to a new folder, in another storage or under other names.
 
-    bfloat16 and float32 hold every value of the release's FP8 and FP4 exactly, so such a checkpoint can be converted
-    back to the same values. Other weights that become FP8 or FP4 are rounded to nearest. Weights that stay FP8 or FP4
-    are copied. One tensor is in memory at a time, and the folder appears when it is complete. Needs no GPU.
+    bfloat16 and float32 hold every value of the release's FP8 and FP4 exactly, so a release that was converted to them
+    can be converted back to the same values. Other weights that become FP8 or FP4 are rounded to nearest. Weights that
+    stay FP8 or FP4 are copied. One tensor is in memory at a time, and the folder appears when it is complete. Needs no
+    GPU.
 
     Prints the loss by rounding for each storage in the new files: the shares of values that changed and that became 0,
-    and the relative error, averaged over tensors and of the worst tensor. The relative error of a tensor is the root
+    and the average and the largest relative error of the tensors. The relative error of a tensor is the root
     mean square of the differences, divided by that of the values. It is 0 if the new storage holds the values exactly.
 
     For example:

@@ -39,8 +39,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         gpu: the argument.
 
     Raises:
-      ValueError: the programs and the weights, without experts in host memory, do not fit the GPU; layers have
-        different numbers of experts; or a matrix of an expert in host memory would not be a whole number of pages.
+      ValueError: the programs and all weights but the experts in host memory do not fit the GPU; layers have different
+        numbers of experts; or a matrix of an expert in host memory would not be a whole number of pages.
     """
     from dsv4_jax.expert_pages import TokenCost, program_bytes
     from dsv4_jax.expert_pages.token_cost import READ_RATES
@@ -89,7 +89,7 @@ def _count_bytes(config):
       (layers, experts, matrices, other, routed). `layers` is the number of layers with experts, and `experts` the
       number of experts of a layer. `matrices` lists the bytes of the FP4 codes of each matrix of an expert. `other`
       counts all weights except these codes and the tables that lie in host memory, see `TABLES`. `routed` counts the
-      draft layers, and the experts with their scales.
+      experts with their scales, and the weights of the draft layers.
     """
     from flax import nnx
 

@@ -56,8 +56,8 @@ class GenerateCommand(RandomModelOptions):
       chunk: number of prompt tokens in a prefill step. Default: 256, or 1 for a prompt of up to 32 tokens, which then
         needs no program of its own to be compiled.
       ignore_eos: continue after the model's end token.
-      drafts: number of tokens K that the model's draft layers draft in each step, for the next step to verify: a
-        multi-token-prediction block or DSpark's layers, whichever the checkpoint has. The output is the same.
+      drafts: number of tokens K to draft in each step, for the next step to verify. The checkpoint's draft layers make
+        them: a multi-token-prediction block or DSpark's layers. The output is the same.
       n_best: sample this many answers and print them at the end, the highest mean log-probability first. The prompt is
         run once.
       beams: beam search with this many beams. Answers are printed as with --n-best.

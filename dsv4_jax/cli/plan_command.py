@@ -43,12 +43,12 @@ class PlanCommand:
       dtype: dtype of the model and of plain rows.
       block_tokens: number of tokens in a block. Default: 128, or the next multiple of the model's compression rates.
       max_query_tokens: maximum number of tokens of a request in a decode step (speculative decoding: more than 1).
-      drafts: plan for K drafts of the model's multi-token-prediction block: its window, the residual streams that it
-        starts from, and steps of 1 + K tokens.
+      drafts: plan for K drafts of the model's draft layers: their sliding windows, the residual streams from which a
+        multi-token-prediction block starts, and steps of 1 + K tokens.
       weights: bytes of the memory that are already taken, for instance by the model's weights. quantized: count the
         weights, stored as in the release, on each device of --mesh; with --drafts, also those of the draft layers.
       expert_memory: for a model that is larger than its GPU: how much of --memory the routed experts may take, such as
-        60GB, or auto for what the other weights, --max-requests (or one) full requests and the programs leave. Reports
+        60GB. auto: what the other weights, the programs and --max-requests full requests (default: one) leave. Reports
         how many experts stay in host memory and estimates the time of a step.
       gpu: GPU whose measured rates the estimate uses.
       as_json: print one JSON object instead.

@@ -18,10 +18,11 @@ from dsv4_jax.cli.options import optional
 class ScoreCommand(ModelOptions):
     """Computes the likelihood of given tokens, running them through the cache.
 
-    All rows run as one batch: the first P tokens in chunks of N, the others one at a time, as in decoding. Prints each
-    row's mean log-likelihood (natural logarithm) and perplexity over its tokens 1 to T-1. Also prints bits per byte of
-    text, if the checkpoint's tokenizer.json turns text into these tokens. Without --out, logits do not leave the
-    device. With a plain float32 cache, results for different P and N differ by rounding only, which checks the cache.
+    All rows run as one batch: the first P tokens (--decode-from) in chunks of N (--chunk), the others one at a time, as
+    in decoding. Prints each row's mean log-likelihood (natural logarithm) and perplexity over its tokens 1 to T-1. Also
+    prints bits per byte of text, if the checkpoint's tokenizer.json turns text into these tokens. Without --out, logits
+    do not leave the device. With a plain float32 cache, results for different P and N differ by rounding only, which
+    checks the cache.
 
     For example:
       dsv4-jax score --checkpoint path/to/folder --text held_out.txt

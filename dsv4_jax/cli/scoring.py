@@ -138,7 +138,7 @@ def score_ids(
 
     Yields:
       For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Values for the last token of a row
-      mean nothing, because token 0 stands for the missing next token.
+      mean nothing, because token id 0 stands for the missing next token.
     """
     slots = [manager.admit(row) for row in ids]
     compiled = CompiledModel.of(model)

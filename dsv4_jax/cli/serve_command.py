@@ -52,8 +52,8 @@ class ServeCommand(RandomModelOptions):
       api_key: key that clients must send as Authorization: Bearer KEY. Default: the environment variable
         DSV4_JAX_API_KEY, which other users of the machine do not see.
       insecure: listen at any address without an API key.
-      allowed_hosts: names, separated by commas, that clients may also call the server by. Other names are refused if
-        names are given, or if the server listens at this machine's own addresses without an API key.
+      allowed_hosts: additional names by which clients may call the server, separated by commas. Others are refused if
+        this option is given, or if the server listens at this machine's own addresses without an API key.
       model_name: name of the model in the API. Default: the name of the checkpoint's folder.
       max_requests: maximum number of running requests; each has a slot in the cache.
       max_waiting: maximum number of requests that wait for a slot; further ones get status 429.
@@ -64,20 +64,20 @@ class ServeCommand(RandomModelOptions):
       token_budget: maximum number of tokens in a step. A larger budget reads prompts faster and delays running requests
         longer. Default: 256; with --batch-invariant the size of a decode step, --max-requests times (1 + --drafts).
       drafts: number of tokens that may be drafted for a request in a step; 0 = no speculative decoding.
-      drafter: prompt looks drafts up in the request's own text, for which each step waits for the one before; model
-        runs the model's draft layers, which a checkpoint must have: a multi-token-prediction block or DSpark's layers.
+      drafter: source of drafts. prompt: the request's own text; each step then waits for the one before it. model:
+        the model's draft layers, a multi-token-prediction block or DSpark's layers, which the checkpoint must have.
       batch_invariant: run all steps in one program, so that a request's logits do not depend on other requests, to the
         last bit. Every step then takes as long as the largest, see --token-budget for its size.
       structured_output: compile the programs for answers of a given form (JSON, required tool calls) at the start.
         Without this, the first request for such an answer waits for its programs.
       effort_prompts: prompts for reasoning effort that the model knows: april has one for max; 0731 and V4's later
-        releases have others for high and max; v41 is V4.1's whole encoding, with numbers. Default: as config.json says.
-        V4's releases since 0731 have DSpark layers.
+        releases have others for high and max; v41 is V4.1's whole encoding, with numbers. Default: as config.json says,
+        which has DSpark's fields in V4's releases since 0731.
       adapters: adapters (LoRA) in PEFT's format to serve beside the model, such as poet=path/to/folder,coder=other.
         Requests choose one by its name in their field "model".
-      snapshots: block boundaries at which the prefix cache keeps the rows that the next token reads, so that later
-        prompts can continue there: all, or only each request's last one and those where prompts part. See "The prefix
-        cache" in docs/requests.md for their memory.
+      snapshots: block boundaries at which later prompts can continue, because the prefix cache keeps the rows that the
+        next token reads there. last: only each request's last boundary, and those where prompts part. See "The prefix
+        cache" in docs/requests.md for the memory of snapshots.
       prefix_dir: folder that keeps the prefix cache: blocks go there when they leave memory, and all blocks when the
         server stops. A later server with the same weights finds them. Several servers may share it. Default: no folder.
       prefix_size: with --prefix-dir: maximum size of its files together, such as 200GB. Beyond it, the least recently

@@ -13,7 +13,7 @@ from dsv4_jax.parallel.mesh import abstract_mesh
 if TYPE_CHECKING:
     from dsv4_jax.config import DSV4Config
 
-# {kind of weights: texts}. A parameter belongs to the first kind of which a text occurs in the parameter's path.
+# {kind of weights: texts}. A parameter belongs to the first kind that has a text which occurs in the parameter's path.
 KINDS = {
     "Engram": (".engram.",),
     "draft layers": ("drafts.",),

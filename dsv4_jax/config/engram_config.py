@@ -25,8 +25,8 @@ class EngramConfig:
       layer_ids: layers with Engram, ascending.
       num_embeddings: number of rows of each layer's table.
       max_ngram_size: largest number of tokens in an n-gram.
-      vocab_size: minimum number of table rows for each hash; the numbers of rows are the primes from here on, see
-        `primes`.
+      vocab_size: minimum number of table rows for each hash. The numbers of rows are the first primes from this minimum
+        on, see `primes`.
       n_heads: number of hashes, and so of rows, for each n-gram.
       head_dim: number of channels of a row.
       pad_token_id: token id that stands for the tokens before the start of a request.

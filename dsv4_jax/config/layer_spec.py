@@ -138,7 +138,7 @@ class LayerSpec:
 def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
     """Returns the specs of a model's layers with the attributes that follow from their order.
 
-    These are `layer`, `index` of owners, and `selection` and `candidates` of layers that make these themselves.
+    These are `layer`, the `index` of each owner, and each `selection` or `candidates` that is given as -1.
 
     Raises:
       TypeError: a layer is no LayerSpec, or a number in it is no integer.

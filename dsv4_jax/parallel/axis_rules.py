@@ -52,7 +52,7 @@ def named_sharding(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh, ndim:
     """Returns the NamedSharding of an array whose first dimensions have these logical axes, see `partition_spec`.
 
     The result's spec names all dimensions, as the specs of a program's results do. With a shorter spec, a program would
-    be compiled twice: for arrays that are placed with it, and for results of programs.
+    be compiled twice: once for newly placed arrays, and once for arrays that a program has returned.
 
     Args:
       axes: logical axes of the first dimensions. The other dimensions are not sharded.

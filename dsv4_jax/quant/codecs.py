@@ -38,12 +38,12 @@ class Rows:
     The layout of FP8 rows is described at `pallas_kernels.formats.layouts.RowLayout`.
 
     Attributes:
-      nope: [..., N] the dims without RoPE, and in "v41" all dims: E4M3 bits in uint8; pairs of E2M1 codes in uint8 for
-        entries in "v41"; values in the format's dtype in "plain".
+      nope: [..., N] the dims without RoPE; in "v41" all dims. "plain": values in the format's dtype. Entries in "v41":
+        pairs of E2M1 codes in uint8. All others: E4M3 bits in uint8.
       rope: [..., R] the dims with RoPE: bfloat16, or the format's dtype in "plain". "v41": None.
-      scale: [..., S] the scales of `nope`. "v4" and window rows in "v41": E8M0 bits in uint8, a scale for 64 or 32
-        dims, zero-padded to a multiple of 8 scales. Entries in "v41": E4M3 bits in uint8, a scale for 16 dims.
-        "per_entry": one float32 inverse scale. "plain": None.
+      scale: [..., S] the scales of `nope`. "v4": E8M0 bits in uint8, a scale for 64 dims. Window rows in "v41": E8M0
+        bits in uint8, a scale for 32 dims. Both are zero-padded to a multiple of 8 scales. Entries in "v41": E4M3 bits
+        in uint8, a scale for 16 dims. "per_entry": one float32 inverse scale. "plain": None.
     """
 
     nope: Any
@@ -278,8 +278,8 @@ class FP4Keys(KeyCodec):
       global_scale: the scale that all NVFP4 keys and queries share; None = MXFP4.
 
     Raises:
-      ValueError: `dim` is not a positive multiple of the dims that share a scale, or with `hadamard` not a power of
-        two.
+      ValueError: `dim` is not a positive multiple of the number of dims that share a scale, or `hadamard` is set and
+        `dim` is not a power of two.
     """
 
     hadamard: bool

@@ -38,8 +38,8 @@ class QuantizedWeight:
         The other kinds: [..., out, in] E4M3 bits.
       scale: uint8 E8M0 bits, [..., ceil(out / rows), ceil(in / columns)], a scale for each block of values, see
         `BLOCKS`. Kernels represent all values exactly if the bits are 42 to 160.
-      kind: "FP8", blocks of 128 x 128 values; "FP8_32", of 32 x 32; "FP8_ROWS", of 32 values of a row, as in Engram's
-        tables; or "FP4", of 32 values of a row (static).
+      kind: the storage (static). Its blocks have 128 x 128 values in "FP8", 32 x 32 values in "FP8_32", and 32 values
+        of a row in "FP8_ROWS" (for Engram's tables) and "FP4".
       dtype: dtype of the dequantized values (static): float32 or bfloat16, either of which represents them exactly.
     """
 
@@ -50,7 +50,7 @@ class QuantizedWeight:
 
     @classmethod
     def encode(cls, values: Array | np.ndarray, kind: QuantizedKind) -> "QuantizedWeight":
-        """Quantizes matrices, as files of the release's storage hold them.
+        """Quantizes matrices to the same storage as in the release's files.
 
         A scale is the smallest power of two with which the largest value of its block does not overflow, and 1 for a
         block of zeros. Values are rounded to nearest, ties to even. NumPy arrays are quantized by NumPy, on the host,
@@ -89,7 +89,7 @@ class QuantizedWeight:
         return BLOCKS[self.kind]
 
     def __getitem__(self, index: Any) -> Float[Array, "..."]:
-        """Dequantizes all matrices for the index `...`, or the matrices or rows at an index of the leading axes."""
+        """Returns dequantized values: all for the index `...`, else those at this index of the leading axes."""
         codes, scale = (self.codes, self.scale) if index is ... else (self.codes[index], self.scale[index])
         if self.kind == "FP4":
             return round_to(decode_mxfp4(codes, scale), self.dtype)

@@ -177,8 +177,8 @@ class Answer:
     async def _updates(self) -> AsyncIterator[Choice | None]:
         """Yields each choice that has taken an update, until all choices are complete.
 
-        Yields None if no update came for `_KEEP_ALIVE_SECONDS`. Raises APIError if a request fails or at the time
-        limit.
+        Yields None if no update came for `_KEEP_ALIVE_SECONDS`. Raises APIError if a request fails or
+        the time limit is reached.
         """
         if self._generation is None:
             for choice in self.choices:
@@ -222,7 +222,7 @@ class Answer:
             raise APIError(400, str(error), param=name) from None
 
     def _check_size(self, count: int) -> None:
-        """Raises APIError if `count` requests or their log-probabilities are too many, or samples would be equal."""
+        """Raises APIError if samples would be equal, or too many requests (`count`) or log-probabilities are needed."""
         engine = self._service.engine
         if self._samples > 1 and self._body.temperature == 0:
             raise APIError(400, f"{self._samples} answers with temperature 0 would all be the same", param="n")

@@ -36,7 +36,7 @@ class Update:
     Attributes:
       index: index of the request in the Generation: number of its prompt * n + number of its sample.
       request: the request. The engine's thread may add further tokens to it, but does not change earlier ones. None if
-        the request could not be added, was cancelled, or failed together with others, or if there is nothing to run.
+        the request could not be added, was cancelled or failed together with others, or if the answer needs no request.
       num_generated: number of new tokens that the request had at that time.
       finish_reason: "stop", "length", "cancelled" or "error" in the final update, else None.
       error: the error that ended the request, or None.

@@ -29,7 +29,7 @@ class CallTags(NamedTuple):
 
     @property
     def heads(self) -> tuple[str, str]:
-        """The two texts with which a block can go on after its first `<`: with the block's own tag, or without it."""
+        """The two texts that can follow a block's first `<`: its own tag and the tag of a call, or only the latter."""
         invoke = f'{CALL_TOKEN}{self.gap}invoke name="'
         return f"{self.start}<{invoke}", invoke
 
@@ -42,7 +42,7 @@ class CallBlocks:
     """Turns an answer's tokens into chunks for deepseek-recipe's parser, with `CALL_TOKEN` only where a call begins.
 
     At `CALL_TOKEN`, the parser drops all text until a call follows. If no call begins there, `CALL_TOKEN` is therefore
-    passed as text. It is held back with the following tokens until they show whether a call begins.
+    passed as text. `CALL_TOKEN` and the tokens after it are held back until they show whether a call begins.
     """
 
     stopped = False  # as in `AnswerText`; this class does not look for stop strings

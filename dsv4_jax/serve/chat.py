@@ -27,8 +27,8 @@ _THINK = "<think>"
 _RELEASE_TOKENS = ("<｜begin▁of▁sentence｜>", _END, "<｜User｜>", _ASSISTANT, _THINK, "</think>", CALL_TOKEN)
 _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no text contains this name
 # `_APRIL_EFFORTS` maps a reasoning effort of April's release to the effort of release 0731 that has the same prompt.
-# The encoding has the prompts of 0731 only. April's release has the first two of these three prompts, under other
-# names.
+# The encoding has only the prompts of 0731: "low", which is empty, "high" and "max". April's release has the first two
+# of them, under other names.
 _APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
@@ -93,7 +93,7 @@ class Converted(NamedTuple):
     Attributes:
       request: the body as deepseek-recipe converts it.
       conversation: the request's conversation, with the fields of Messages that deepseek-recipe leaves out.
-      parsing: options of the parser of the answer.
+      parsing: options of the answer's parser.
     """
 
     request: recipe.ConversationRequest
@@ -113,7 +113,7 @@ class Chat:
       special_tokens: names of the special tokens that the encoding needs.
       call_tags: how the model writes the tags of tool calls.
       takes_numbers: whether reasoning effort may be a number.
-      options: deepseek-recipe's options of the conversion of bodies to conversations.
+      options: deepseek-recipe's options for converting bodies to conversations.
     """
 
     stops: tuple[str, ...] = ("\n\nUser:",)

@@ -38,7 +38,7 @@ class Choice:
     Attributes:
       index: index of the request in the `Generation`.
       prompt: (id, offset in the text) pairs of the prompt's tokens if their log-probabilities are shown, else empty.
-      scored: tokens of the text so far, after those of `prompt`.
+      scored: tokens of the text so far: those of `prompt`, then the generated ones.
       text: text so far that can be shown.
       new_text: end of `text` that came with the newest update.
       new_tokens: tokens of the newest update; the first update also has those of `prompt`.

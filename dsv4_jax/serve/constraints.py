@@ -88,14 +88,14 @@ def compile_form(
 
     try:
         return compile_lark(lark(lambda schema, whole, name: schema))
-    except ValueError:  # checks each schema by itself, to relax the schemas that cannot be enforced, or to name one
+    except ValueError:  # checks each schema by itself, to relax or to name those that cannot be enforced
         return compile_lark(lark(_enforced))
 
 
 def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
-    """Returns a schema if a grammar can enforce it. The arguments are those of `_Enforce`.
+    """Returns the given schema if a grammar can enforce it. The arguments are those of `_Enforce`.
 
-    Otherwise returns a schema that allows any value, for a tool that is not strict, or raises ValueError.
+    If it cannot, a tool that is not strict gets a schema that allows any value. In all other cases, raises ValueError.
     """
     is_lenient = strict_tool is None
     if not (fault := json_fault(schema, is_lenient)):
@@ -111,7 +111,7 @@ def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
 def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str] | None:
     """Returns (path, reason) of the first part of a schema that cannot be enforced, although its own parts can.
 
-    Returns None if the schema can be enforced. `whole` is the schema, see `_moved`, in which references are looked up.
+    Returns None if the schema can be enforced. References are looked up in `whole`, a result of `_moved`.
     """
     if isinstance(schema, bool):
         return None
@@ -138,7 +138,7 @@ def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def _moved(schema: Schema) -> Schema:
-    """Rewrites a schema's references, so that they stay valid if it becomes the definition `_` of another schema."""
+    """Rewrites a schema's references, so that they stay valid in the definition `_` of another schema."""
     return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
 
 
