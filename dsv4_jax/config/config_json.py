@@ -174,7 +174,7 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
       ValueError: the file describes another model, or states a fact twice with different values.
     """
     model_type = raw.get("model_type")
-    # These names tell V4.1's inference code from V4's, which has most of the other names of `_INFERENCE_NAMES`.
+    # V4.1's inference code has these names, and V4's does not. V4's has most of the other names of `_INFERENCE_NAMES`.
     has_inference_names = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
     if has_inference_names and model_type is None:
         model_type = "deepseek_v41"
@@ -300,9 +300,15 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
 
 
 def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -> None:
-    """Raises ValueError unless the fields in `content`, read again, give the layers of the model.
+    """Raises ValueError if config.json cannot express the layers of the model.
 
-    A layer that stores entries may have another `group` and `index`, because config.json states neither.
+    The function reads the layers from `content` and compares them with those of `config`. The `group` and `index` of
+    layers that store entries are not compared, because config.json states neither.
+
+    Args:
+      config: configuration of the model.
+      content: fields of the config.json that was made from `config`.
+      is_v41: whether the fields are those of V4.1.
     """
     try:
         read = (_v41_layers if is_v41 else _v4_layers)(content, config.num_hidden_layers)
@@ -311,7 +317,8 @@ def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -
     for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
         renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
         is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
-        # config.json has one window and one number of selected entries for all layers.
+        # Layers from config.json have None as `window` and `index_topk`, because it has one number for all layers. So
+        # these two are compared here.
         sizes = (config.window(spec.layer), config.topk(spec.layer))
         if not is_same or sizes != (config.sliding_window, config.index_topk):
             raise ValueError(f"{_REFUSAL} layer {spec.layer}: {spec}")

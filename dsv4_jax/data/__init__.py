@@ -11,7 +11,10 @@ BLOCK_TOKENS = 128  # a multiple of the released models' compression rates
 
 
 def block_tokens(config: DSV4Config) -> int:
-    """Returns the default number of tokens per block: the first common multiple of all rates from `BLOCK_TOKENS` on."""
+    """Returns the default number of tokens per block.
+
+    It is the smallest common multiple of all compression rates that is not below `BLOCK_TOKENS`.
+    """
     multiple = math.lcm(*(spec.compress_rate or 1 for spec in config.layers))
     return multiple * -(-BLOCK_TOKENS // multiple)
 

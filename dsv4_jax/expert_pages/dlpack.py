@@ -31,7 +31,8 @@ class _Tensor(ctypes.Structure):
     )
 
 
-# The numbers come from enums of dlpack.h: DLDeviceType, and DLDataTypeCode by the name of the dtype.
+# The numbers come from dlpack.h. `_CUDA` and `_CPU` are values of the enum DLDeviceType. `_KINDS` maps the name of a
+# dtype to its value of the enum DLDataTypeCode.
 _CUDA = 2
 _CPU = 1
 _KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}

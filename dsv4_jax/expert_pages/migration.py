@@ -213,8 +213,8 @@ class ExpertMigration:
     def _count(self, snapshot):
         """Adds the selections since the preceding snapshot to the metrics and to the policies.
 
-        These selections count as hits and misses by the placement at the preceding snapshot, because a remapping comes
-        after the steps that are counted here.
+        Experts are remapped only right before a snapshot is taken, after the steps that it counts. So the placement
+        since the preceding snapshot, `_was_on_host`, decides whether a selection was a hit or a miss.
 
         Args:
           snapshot: [2, layers, E] int32 on the GPU, a copy of `KVCache.expert_counts`.

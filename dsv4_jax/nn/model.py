@@ -105,11 +105,14 @@ class DeepseekV4Model(nnx.Module):
                 hidden = self.norm(collapsed)
             else:
                 hidden, streams = self.hc_head.pre(residual, self.norm)
+
         if targets:
+            # A tap of a layer is stored by the next layer, which merges the layer's output into the streams. So the
+            # last layer's tap is stored here.
             if targets[-1] == len(self.layers) - 1:
                 carry = carry.with_tap(len(targets) - 1, streams)
             assert carry.taps is not None
-            streams = carry.taps.swapaxes(0, 1)
+            streams = carry.taps.swapaxes(0, 1)  # [n, T, hidden] -> [T, n, hidden]
         return hidden, streams, recorded, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:

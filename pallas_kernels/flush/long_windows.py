@@ -128,8 +128,9 @@ class LongWindowWorker(FlushContext):
     # [3 * CHUNKS * D] float32, the partials: results of a window's chunks. The first block receives the results of all
     # chunks. If interpreted with several blocks, the partials are in global memory.
     partials_smem: Any
-    # [warpgroups, 2] int32, a barrier of `transaction_barriers` for each warpgroup, which counts the bytes of results
-    # that blocks send for the warpgroup's channels. None for clusters of one block, and if interpreted.
+    # [warpgroups, 2] int32, one barrier for each warpgroup, see `transaction_barriers`. The barrier counts the bytes of
+    # results that the cluster's blocks send for the warpgroup's channels. None if a cluster has one block, or if
+    # interpreted.
     chunks_full: Any = None
     block_barrier: Any = None  # barrier of the block's warpgroups, if interpreted
     cluster_barrier: Any = None  # barrier of the cluster's warpgroups, if interpreted

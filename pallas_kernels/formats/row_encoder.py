@@ -241,7 +241,8 @@ def _power_of_two(bits):
 def _e4m3_value(bits):
     """Returns the float32 values of non-negative E4M3 codes.
 
-    The function uses integer operations, since compilers may delete a cast to E4M3 and back together with the rounding.
+    The function uses integer operations. If it used a cast from E4M3, a compiler could remove this cast and the
+    preceding cast to E4M3, and the values would not be rounded.
     """
     size = bits.astype(jnp.int32)
     normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)

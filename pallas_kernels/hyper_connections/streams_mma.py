@@ -115,10 +115,17 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
 
 
 def _load_fn(fn, column, rows, width):
-    """Loads this lane's weights of fn [rows, 4 * width] for one stream and slice, whose columns begin at `column`.
+    """Loads the weights that this lane needs for one slice of one stream.
+
+    Args:
+      fn: [rows, 4 * width] float32 in global memory, all weights.
+      column: MLIR index of the slice's first column in fn.
+      rows: number of rows of fn.
+      width: number of channels of a stream.
 
     Returns:
-      {(group of 8 rows, step of 16 columns): bits of four float32 weights, 4 consecutive columns of one row}.
+      {(index of a group of 8 rows, index of a step of 16 columns): bits of four float32 weights}. The four weights are
+      in one row, in consecutive columns.
     """
     lane = mlir.thread() & 31
     weights = {}

@@ -57,17 +57,22 @@ class Config:
     def choose(cls, p: "QuantizedLinearProblem", *, interpret: bool) -> "Config | None":
         """Chooses the division of the work, with stages as large as possible.
 
-        `splits` is the smallest number of blocks with which 16 tokens fit into shared memory and more than half of the
-        multiprocessors have work. If no number gives work to more than half, `splits` is the largest with which 16
-        tokens fit. `splits` does not depend on the number of tokens, because it decides the order in which products are
-        added.
+        `splits` does not depend on the number of tokens, because it decides the order in which products are added. It
+        is the smallest element of `SPLITS` that meets these conditions:
+
+          1. Each block gets a multiple of `min_columns` columns.
+          2. 16 tokens fit into shared memory, with a place for the partial sums of each warpgroup.
+          3. More than half of the multiprocessors have work. This is not required if the kernel is interpreted.
+
+        If no element meets all conditions, `splits` is the largest one that meets the first two.
 
         Args:
           p: description of the launch; `p.config` is not used.
           interpret: whether the kernel is interpreted. If so, there are at most two clusters of at most two blocks.
 
         Returns:
-          The config, or None if 16 tokens do not fit with any number of blocks.
+          The config for all tokens of `p` or, if they do not fit, the config for 16 tokens. None if no element of
+          `SPLITS` meets the first two conditions.
         """
         chosen = None
         tokens = -(-p.tokens // COLUMNS) * COLUMNS

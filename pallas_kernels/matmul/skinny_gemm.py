@@ -319,13 +319,26 @@ def _load_weights(gemm, products, refs):
 
 
 def _copy_stage(gemm, product, refs, before, i):
-    """Copies the weights of stage `i` of a product. `before` is the number of stages of the earlier products."""
+    """Copies the weights of stage `i` of a product to the ring in shared memory.
+
+    A stage holds some columns of 64 rows: two halves of 32 consecutive rows or, with `whole_rows`, 64 consecutive rows.
+    FP4 scales are copied with the codes. If `product.copies_all_scales`, the first stage of a tile copies all scales of
+    the tile instead.
+
+    Args:
+      gemm: the SkinnyGemm.
+      product: the Product whose weights are copied.
+      refs: references to the shared memory and the barriers.
+      before: number of stages of the earlier products.
+      i: index of the stage, counted over all tiles of the product.
+    """
     tile_stages = gemm.tile_stages(product)
     columns = gemm.stage_columns(product)
     codes_smem = refs.codes(product.layout, columns)
     stage = barriers.turn(refs.weights_full, before + i)
     stage_of_tile = lax.rem(i, tile_stages)
     barriers.wait_empty(refs.weights_empty, before + i)
+
     first_rows = product.rows_of(lax.div(i, tile_stages))
     if product.copies_all_scales:
         copy_tile_scales = functools.partial(_copy_tile_scales, product, refs, lax.div(i, tile_stages), first_rows[0])
@@ -334,10 +347,13 @@ def _copy_stage(gemm, product, refs, before, i):
     if product.whole_rows:
         # Four consecutive stages hold the same columns, of 64 rows each, for the four warpgroups.
         pieces = [(0, first_rows[0] + (stage_of_tile & (MULTIPLIERS - 1)) * ROWS, ROWS)]
-        stage_of_tile = lax.div(stage_of_tile, MULTIPLIERS)
+        stage_of_tile = lax.div(stage_of_tile, MULTIPLIERS)  # from here on, the index among a row's stages
     column = product.layout.elements(product.first_column + stage_of_tile * columns)
     full = refs.weights_full.at[stage]
     size = codes_smem.shape[2]
+
+    # The barrier expects the same number of arrivals for every product: one for each half of the codes and, if the
+    # block has scales in stages, one for each half of the scales. Each copy is one arrival.
     arrivals = 4 if gemm.has_stage_scales else 2
     for place, row, count in pieces:
         source = pl.ds(pl.multiple_of(row, HALF), count), pl.ds(pl.multiple_of(column, size), size)
@@ -351,8 +367,7 @@ def _copy_stage(gemm, product, refs, before, i):
             target = refs.scales_smem.at[stage, pl.ds(place // HALF * lines, count // HALF * lines)]
             plgpu.copy_gmem_to_smem(product.scales_gmem.at[source], target, full)
             arrivals -= 1
-    # The barrier expects the same number of arrivals for every product: one for each half of the codes and, if the
-    # block has scales in stages, one for each half of the scales.
+    # The missing arrivals are those of copies that this product does not need.
     for _ in range(arrivals):
         plgpu.barrier_arrive(full)
 
@@ -488,29 +503,36 @@ def _multiply_tile(steps, refs, done, tile, scales):
 
 
 def _multiply_steps(steps, refs, tile, scales):
-    """Returns (a warpgroup's partial sums [64, tokens] of a tile, their place in the order of addition).
+    """Multiplies a warpgroup's steps of a tile. The arguments are those of `_multiply_tile`.
 
-    The arguments are those of `_multiply_tile`.
+    FP8 scales are in the argument `scales`. FP4 scales are in the same stages as the codes or, if
+    `product.copies_all_scales`, in a slot of `refs.tile_scales_smem`.
+
+    Returns:
+      (the warpgroup's partial sums [64, tokens], their place in the order of addition).
     """
     gemm = steps.gemm
     product = steps.product
     layout = product.layout
     tile_stages = gemm.tile_stages(product)
     codes_smem = refs.codes(layout, gemm.stage_columns(product))
-    scale_lines = ROWS * product.scale_bytes // SCALE_BYTES
+    scale_lines = ROWS * product.scale_bytes // SCALE_BYTES  # number of lines of FP4 scales in a stage
     first_step = steps.first(tile)
     count = steps.count_stages(first_step)
+
+    # `row_scales` is the number of scales of a row if all scales of the tile are copied together, otherwise 0.
     row_scales = product.depth // 32 if product.copies_all_scales else 0
     stage_format = gemm.stage_format(layout, product.gated, row_scales)
     scales_slot = barriers.turn(refs.tile_scales_full, tile) if row_scales else None
     if row_scales:
         plgpu.barrier_wait(refs.tile_scales_full.at[scales_slot])
+        # A slot has the scales of the whole tile; `lines` is the number of lines of the 64 rows of a warpgroup.
         lines = refs.tile_scales_smem.shape[1] * ROWS // product.rows
         first_line = first_step * lines if product.whole_rows else 0
         scales = refs.tile_scales_smem.at[scales_slot, pl.ds(first_line, lines)]
 
     def add_stage(i, acc):
-        index, step = steps.index_of(i, first_step)
+        index, step = steps.index_of(i, first_step)  # `index` counts the stages of the tile, `step` those of a row
         stage = barriers.turn(refs.weights_full, steps.copied + tile * tile_stages + index)
         plgpu.barrier_wait(refs.weights_full.at[stage])
         has_stage_scales = layout.bits == 4 and not row_scales
@@ -547,8 +569,9 @@ def _add_in_turn(steps, refs, acc, turn, slot):
     place = refs.sums_smem.at[slot, 0]
     takes_turns = steps.gemm.takes_turns
     if takes_turns:
-        # Turns change from tile to tile, and a warpgroup that uses a barrier has to wait for every arrival there. So
-        # each warpgroup waits at a barrier of its own. `barrier` belongs to the warpgroup with the next turn.
+        # The order of the warpgroups changes from tile to tile. If warpgroups shared a barrier, each would have to wait
+        # for all arrivals there, also for those that are meant for others. So each warpgroup waits at a barrier of its
+        # own. `barrier` is that of the next warpgroup in the order.
         barrier = slot * MULTIPLIERS + ((steps.warpgroup + 1) & (MULTIPLIERS - 1))
     else:
         barrier = slot * (MULTIPLIERS - 1) + turn

@@ -85,8 +85,8 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
 def _emit_start_rows(target, pieces, *, column, size):
     rows = target.type.shape[0] // size
     per_thread = size // THREADS
-    # A thread reads `per_thread` values of a row, but copies 4 values at a time. So `row_threads` threads of a warp
-    # copy the warp's columns of a row, and the warp copies `warp_rows` rows at once.
+    # A warp copies 32 * per_thread columns of each row, and each of its threads copies 4 values at a time. So
+    # `row_threads` threads copy the warp's columns of one row, and the warp copies `warp_rows` rows at once.
     row_threads = 8 * per_thread
     warp_rows = 4 // per_thread
     thread = mlir.wide_thread()

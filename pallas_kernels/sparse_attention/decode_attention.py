@@ -58,10 +58,11 @@ class Config:
 
     @classmethod
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
-        """Returns the largest number of splits, up to 66, with which all blocks run at once on an H100.
+        """Chooses the number of KV splits for an H100.
 
-        The number is then lowered to the smallest one with equally many tiles per split, so that a token with the
-        maximum number of tiles has no empty split.
+        The function first takes the largest number, up to 66, with which all blocks run at once. If fewer splits do not
+        need more tiles each, it chooses the smallest such number. Then a token with the maximum number of tiles has no
+        empty split.
         """
         tiles = problem.max_tiles
         # Combining more than 66 splits takes more time than the additional blocks save.

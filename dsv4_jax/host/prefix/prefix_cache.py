@@ -264,10 +264,10 @@ class PrefixCache(Summarized):
     ) -> None:
         """Caches a request's full blocks, and a snapshot at the end of its last full block if `every` asks for it.
 
-        A request whose first rows come from earlier weights is not cached.
+        A request that began with earlier weights is not cached.
 
-        A snapshot can only be read if the request's length is at the block's end or can still be rewound to it. So call
-        this method after steps that end at a block boundary, and after rejected drafts were rewound.
+        The cache holds the rows of a snapshot only while the request can be rewound to the end of that block. So call
+        this method after each step that ends at a block boundary, and not before rejected drafts have been rewound.
 
         Args:
           cache: the cache after the step; only read.
@@ -275,8 +275,8 @@ class PrefixCache(Summarized):
           tokens: [n] token ids of the request from its first token on, at least up to the end of its last full block.
           length: number of the request's tokens to count; None = all. Give it if a later step was launched whose tokens
             are not known yet.
-          snapshot: rows at the last block boundary up to `length`, a result of the method `snapshot`; None = read them
-            from the cache.
+          snapshot: result of the method `snapshot` for the last block boundary up to `length`; None = read the rows
+            from the cache, if it still holds them.
           salt: the salt that the request was admitted with.
 
         Raises:
