@@ -33,6 +33,11 @@ def check_heads(heads: int) -> None:
     check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
 
 
+def pad_sinks(sinks: jax.Array) -> jax.Array:
+    """Pads the last axis of sinks [.., heads] with zeros to a multiple of 64 heads."""
+    return jnp.pad(sinks, [(0, 0)] * (sinks.ndim - 1) + [(0, -sinks.shape[-1] % HEADS)])
+
+
 def initial_stats() -> tuple[jax.Array, jax.Array]:
     """Returns (running maximum, running sum of weights) before the first tile, each [64 heads] float32."""
 

@@ -111,8 +111,7 @@ def prefill_attention(
     )
     angles = None if inv_freq is None else rope_angles(rows.metadata[:, 0], inv_freq)
     rows = dataclasses.replace(rows, metadata=rows.metadata.reshape(-1))
-    sinks = jnp.pad(sinks, [(0, 0)] * (sinks.ndim - 1) + [(0, -heads % HEADS)])
-    return launch(q, sinks, layer_operand(layer), rows, angles)
+    return launch(q, online_softmax.pad_sinks(sinks), layer_operand(layer), rows, angles)
 
 
 def _check(q, sinks, layer, rows, inv_freq):

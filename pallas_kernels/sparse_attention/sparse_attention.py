@@ -18,7 +18,7 @@ from pallas_kernels.sparse_attention.combine import combine
 from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention
 from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, rope_angles
 from pallas_kernels.sparse_attention.kv_tiles import check_layouts
-from pallas_kernels.sparse_attention.online_softmax import HALF, HEADS, check_heads
+from pallas_kernels.sparse_attention.online_softmax import HALF, check_heads, pad_sinks
 from pallas_kernels.sparse_attention.row_addresses import AttentionProblem
 
 
@@ -71,8 +71,8 @@ def sparse_attention(
     if splits > 1:
         sums, stats = decode_attention(problem, q, splits=splits, interpret=interpret)
         return combine(sums, stats, sinks, positions, inv_freq, layer=layer, interpret=interpret)
-    sinks = jnp.pad(sinks, [(0, 0)] * (sinks.ndim - 1) + [(0, -sinks.shape[-1] % HEADS)])
     angles = None if inv_freq is None else rope_angles(positions, inv_freq)
+    sinks = pad_sinks(sinks)
     return decode_attention(problem, q, sinks=sinks, layer=layer, angles=angles, splits=None, interpret=interpret)
 
 
