@@ -29,19 +29,20 @@ class StepCarry:
       candidates: {index of a layer: [T, B] int32 blocks of entries to which the layer restricts the selections of later
         layers, then -1}, see `LayerSpec.candidates`.
       engram_rows: {index of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
-      taps: [n, T, hidden] inputs of DSpark's draft layers, one for each of the n target layers: the mean over the
-        residual streams that leave this layer, or zeros until it has run. None if there are no target layers.
+      taps: [n, S, hidden] inputs of DSpark's draft layers, one for each of the n target layers: the mean over the
+        residual streams that leave this layer, or zeros until it has run. None if there are no target layers. S is as
+        in `ResidualStreams`.
       recorded: {name in `block.RECORDED`: value} of the most recent layer, for the names that were asked for.
     """
 
     selection: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)
     candidates: dict[int, Int[Array, "T B"]] = dataclasses.field(default_factory=dict)
     engram_rows: dict[int, Float[Array, "T r d"]] = dataclasses.field(default_factory=dict)
-    taps: Float[Array, "n T D"] | None = None
+    taps: Float[Array, "n S D"] | None = None
     recorded: dict[str, Shaped[Array, "..."]] = dataclasses.field(default_factory=dict)
 
-    def with_tap(self, row: Int[Array, ""] | int, streams: Float[Array, "T h D"]) -> "StepCarry":
-        """Returns the carry in which row `row` of the taps, if it exists, is the mean over streams [T, h, hidden]."""
+    def with_tap(self, row: Int[Array, ""] | int, streams: Float[Array, "S h D"]) -> "StepCarry":
+        """Returns the carry in which row `row` of the taps, if it exists, is the mean over streams [S, h, hidden]."""
         mean = round_to(jnp.mean(streams.astype(jnp.float32), axis=1), streams.dtype)
         taps = None if self.taps is None else self.taps.at[row].set(mean, mode="drop")
         return dataclasses.replace(self, taps=taps)

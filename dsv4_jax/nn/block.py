@@ -17,7 +17,7 @@ from dsv4_jax.nn.engram import Engram
 from dsv4_jax.nn.hyper_connection import HyperConnection, ResidualStreams
 from dsv4_jax.nn.layers import AnyRngs, RMSNorm
 from dsv4_jax.nn.moe import MoE
-from dsv4_jax.ops import all_reduce
+from dsv4_jax.ops import all_gather, all_reduce
 
 
 # Each part of a step runs in a `jax.named_scope` of one of these names, which a profile shows. If scopes are nested,
@@ -88,7 +88,9 @@ class DecoderLayer(nnx.Module):
         if self.engram is not None:
             # The barrier makes XLA await the look-up here. Otherwise XLA awaits it right after its start.
             residual, rows = jax.lax.optimization_barrier((residual, carry.engram_rows[self.layer]))
-            residual = residual.add(functools.partial(self.engram, rows=rows, is_image=batch.is_image))
+            rows = residual.local(all_gather(rows))
+            is_image = None if batch.is_image is None else residual.local(batch.is_image)
+            residual = residual.add(functools.partial(self.engram, rows=rows, is_image=is_image))
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
             carry = carry.with_tap(tap_row, residual.streams)  # `pre` merged the previous layer's output
@@ -106,4 +108,6 @@ class DecoderLayer(nnx.Module):
         recorded = {name: values[name] for name in record if name in values}
         if "attention_out" in recorded:
             recorded["attention_out"] = all_reduce(y)
+        if "streams" in recorded:
+            recorded["streams"] = residual.gather(recorded["streams"])
         return residual, dataclasses.replace(carry, recorded=recorded), cache

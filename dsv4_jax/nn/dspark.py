@@ -137,6 +137,7 @@ class DSparkDrafts(DraftLayers):
         x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
         residual, cache = drafts.run_layers(x, cache, block)
         hidden = residual.collapsed()[0] if drafts.hc_head is None else drafts.hc_head(residual.merged())
+        hidden = residual.gather(hidden)
         logits = model.logits(drafts.norm(hidden))
 
         def by_draft(x):

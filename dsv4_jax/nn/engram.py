@@ -76,7 +76,7 @@ class Engram(nnx.Module):
 
         Args:
           streams: [T, h, hidden] residual streams in the model's dtype.
-          rows: [T, rows, head_dim] the table's rows at `row_ids`; on a mesh, this device's channels of these rows.
+          rows: [T, rows, head_dim] the table's rows at `row_ids`.
           is_image: [T] bool, whether a token is a part of an image. Nothing is added to the streams of such a token.
             None = all tokens are text.
 
@@ -94,7 +94,7 @@ class Engram(nnx.Module):
     ) -> tuple[Float[Array, "T h"], Float[Array, "T D"]]:
         """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype). Arguments are as in `__call__`."""
         tokens, h, hidden = streams.shape
-        embeddings = ops.all_gather(rows).reshape(tokens, -1)
+        embeddings = rows.reshape(tokens, -1)
         projected = self.kv_proj(round_to(embeddings, streams.dtype))
         key = projected[:, : h * hidden].astype(jnp.float32).reshape(streams.shape)
         x = streams.astype(jnp.float32)
@@ -117,7 +117,7 @@ def look_up_ahead(
       x: input of the first layer.
 
     Returns:
-      (x, {index of a layer: [T, rows, head_dim], argument `rows` of its Engram}).
+      (x, {index of a layer: [T, rows, head_dim] rows of its table; on a mesh, this device's channels of these rows}).
     """
     looked_up = {}
     # The last layer's look-up starts first. If two look-ups overlap, one then lies within the other. XLA records such a

@@ -14,12 +14,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.layers import AnyRngs, RMSNorm, normal
-from dsv4_jax.ops.hyper_connections import apply_post, apply_pre, mixing_weights, sinkhorn as sinkhorn, split_mixing
+from dsv4_jax.ops.hyper_connections import (
+    apply_post,
+    apply_pre,
+    mixing_weights,
+    sinkhorn as sinkhorn,
+    split_mixing,
+    sum_rows,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -28,15 +35,18 @@ class ResidualStreams:
     """The residual streams between two blocks, with the earlier block's output that is not merged into them yet.
 
     Attributes:
-      streams: [T, hc_mult, hidden] streams that entered the earlier block.
+      streams: [S, hc_mult, hidden] streams that entered the earlier block. S is the number of tokens T, or with
+        `is_sharded` this device's share of them.
       y: [T, hidden] output of the earlier block; on a mesh, this device's term of a sum. None: nothing is to be merged.
-      mixing: [T, (2 + hc_mult) * hc_mult] float32 mixing weights to merge y with, see `ops.hyper_connections`; or None.
+      mixing: [S, (2 + hc_mult) * hc_mult] float32 mixing weights to merge y with, see `ops.hyper_connections`; or None.
         In V4.1 the weights `pre` in `mixing` collapse the merged streams, so `mixing` is needed even without y.
+      is_sharded: whether the tokens are divided among the devices on the mesh axis "model" (static).
     """
 
-    streams: Float[Array, "T h D"]
+    streams: Float[Array, "S h D"]
     y: Float[Array, "T D"] | None = None
-    mixing: Float[Array, "T M"] | None = None
+    mixing: Float[Array, "S M"] | None = None
+    is_sharded: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     @jax.named_scope("embedding")
@@ -44,34 +54,46 @@ class ResidualStreams:
         """Returns the residual before the first layer: the streams, and an output of zeros that does not change them.
 
         With this output the residual is the same pytree as between layers, as the carry of a loop requires. The weights
-        `pre` choose the first stream.
+        `pre` choose the first stream. On a mesh, many tokens are divided among the devices, see `ops.scatters_rows`.
         """
         tokens, h, hidden = streams.shape
+        y = jnp.zeros((tokens, hidden), streams.dtype)
+        if is_sharded := ops.scatters_rows(y.shape):
+            streams = ops.local_rows(streams)
         eye = jnp.eye(h)
         mixing = jnp.concatenate([eye[0], jnp.zeros(h), eye.reshape(-1)])
-        return cls(streams, jnp.zeros((tokens, hidden), streams.dtype), jnp.broadcast_to(mixing, (tokens, mixing.size)))
+        return cls(streams, y, jnp.broadcast_to(mixing, (len(streams), mixing.size)), is_sharded)
+
+    def local(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:
+        """Returns the rows of x [T, ...] that belong to the tokens of `streams`."""
+        return ops.local_rows(x) if self.is_sharded else x
+
+    def gather(self, x: Float[Array, "..."], axis: int = 0) -> Float[Array, "..."]:
+        """Returns x of all tokens, given x of the tokens of `streams` on the given axis."""
+        return ops.all_gather(x, axis) if self.is_sharded else x
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
         """Returns the residual with the block's output y [T, hidden], which the next `pre` or `merged` merges."""
         return dataclasses.replace(self, y=y)
 
     @jax.named_scope("hyper_connections")
-    def merged(self) -> Float[Array, "T h D"]:
-        """Returns the streams [T, hc_mult, hidden] with the earlier block's output merged."""
+    def merged(self) -> Float[Array, "S h D"]:
+        """Returns the streams [S, hc_mult, hidden] with the earlier block's output merged."""
         if self.y is None or self.mixing is None:
             return self.streams
-        return apply_post(self.streams, ops.all_reduce(self.y), *split_mixing(self.mixing, self.streams.shape[1]))
+        y = sum_rows(self.y, len(self.streams))
+        return apply_post(self.streams, y, *split_mixing(self.mixing, self.streams.shape[1]))
 
-    def add(self, update: Callable[[Float[Array, "T h D"]], Float[Array, "T h D"]]) -> "ResidualStreams":
+    def add(self, update: Callable[[Float[Array, "S h D"]], Float[Array, "S h D"]]) -> "ResidualStreams":
         """Merges the earlier block's output into the streams, and replaces the streams by `update(streams)`.
 
         The result keeps the mixing weights, because in V4.1 the weights `pre` in them collapse the streams.
         """
-        return ResidualStreams(update(self.merged()), None, self.mixing)
+        return dataclasses.replace(self, streams=update(self.merged()), y=None)
 
     @jax.named_scope("hyper_connections")
-    def collapsed(self) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
-        """Returns (merged streams collapsed to [T, hidden] by the weights `pre` in `mixing`, the merged streams)."""
+    def collapsed(self) -> tuple[Float[Array, "S D"], Float[Array, "S h D"]]:
+        """Returns (merged streams collapsed to [S, hidden] by the weights `pre` in `mixing`, the merged streams)."""
         assert self.mixing is not None
         streams = self.merged()
         return apply_pre(streams, self.mixing), streams
@@ -106,7 +128,7 @@ class HyperConnection(nnx.Module):
           output).
         """
         streams, x, mixing = _pre(residual, self._weights(), norm)
-        return x, ResidualStreams(streams, None, mixing)
+        return residual.gather(x), dataclasses.replace(residual, streams=streams, y=None, mixing=mixing)
 
     def _weights(self):
         return _weights(self.config, self.fn, self.base, self.scale)
@@ -129,11 +151,11 @@ class HyperHead(nnx.Module):
         self.hc_scale = normal(rngs, (1,), mean=1.0)
 
     @jax.named_scope("hyper_connections")
-    def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "T D"], Float[Array, "T h D"]]:
+    def pre(self, residual: ResidualStreams, norm: RMSNorm) -> tuple[Float[Array, "S D"], Float[Array, "S h D"]]:
         """Merges the final block's output into the streams, and collapses them.
 
-        Returns (the collapsed streams [T, hidden] after `norm`, which are the input of the model's head; the merged
-        streams [T, h, hidden]).
+        Returns (the collapsed streams [S, hidden] after `norm`, which are the input of the model's head; the merged
+        streams [S, h, hidden]).
         """
         streams, x, _ = _pre(residual, self._weights(), norm)
         return x, streams

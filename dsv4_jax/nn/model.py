@@ -92,8 +92,8 @@ class DeepseekV4Model(nnx.Module):
             stacked = [layer for loop in self.layers.loops for layer in loop.layers]
             modules = {layer.layer: layer.engram for layer in stacked if layer.engram is not None}
             x, engram_rows = look_up_ahead(modules, ngrams, x)
-        taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
+        taps = jnp.zeros((len(targets), *residual.streams[:, 0].shape), x.dtype) if targets else None
         carry = StepCarry(engram_rows=engram_rows, taps=taps)
         with token_adapters(batch.token_adapters()):
             residual, carry, cache, recorded = self.layers(
@@ -112,8 +112,8 @@ class DeepseekV4Model(nnx.Module):
             if targets[-1] == len(self.layers) - 1:
                 carry = carry.with_tap(len(targets) - 1, streams)
             assert carry.taps is not None
-            streams = carry.taps.swapaxes(0, 1)  # [n, T, hidden] -> [T, n, hidden]
-        return hidden, streams, recorded, cache
+            streams = carry.taps.swapaxes(0, 1)  # [n, S, hidden] -> [S, n, hidden]
+        return residual.gather(hidden), residual.gather(streams), recorded, cache
 
     def embed(self, batch: Batch) -> Float[Array, "T D"]:
         """Returns [T, hidden] embeddings of the batch's tokens in the model's dtype."""

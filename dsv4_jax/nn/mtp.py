@@ -74,7 +74,8 @@ class MTPDrafts(DraftLayers):
         # Without the barrier, XLA would dequantize weights before a loop that calls this method, and hold the values.
         drafts, streams = jax.lax.optimization_barrier((self, streams))
         residual, cache = drafts.run_layers(drafts.join(streams, model.embed(batch)), cache, batch)
-        return *drafts.hc_head.pre(residual, drafts.norm), cache
+        hidden, streams = drafts.hc_head.pre(residual, drafts.norm)
+        return residual.gather(hidden), residual.gather(streams), cache
 
     def write(self, model: Any, streams: Float[Array, "T h D"], cache: KVCache, batch: Batch) -> KVCache:
         """Stores the window row of each token's predecessor; returns the updated cache.

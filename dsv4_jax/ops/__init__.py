@@ -18,7 +18,15 @@ Examples:
 """
 
 from dsv4_jax.ops.add_adapters import add_adapters
-from dsv4_jax.ops.all_reduce import all_gather, all_reduce, model_index, with_mailboxes
+from dsv4_jax.ops.all_reduce import (
+    all_gather,
+    all_reduce,
+    local_rows,
+    model_index,
+    reduce_scatter,
+    scatters_rows,
+    with_mailboxes,
+)
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.candidates import (
     candidate_blocks,

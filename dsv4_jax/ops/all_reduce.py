@@ -2,11 +2,15 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import functools
+import math
+import operator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jax.custom_derivatives import linear_call
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
@@ -21,13 +25,13 @@ _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("m
 def all_reduce(x: Float[Array, "..."], *, implementation: str | None = None) -> Float[Array, "..."]:
     """Returns the sum of x over the mesh axis "model", with the same bits on all devices.
 
-    The sum is taken in float32 and rounded once to the dtype of x. The result is x itself outside of `jax.shard_map`
-    over a mesh with this axis.
+    The sum is taken in float32 in the order of the devices, and rounded once to the dtype of x. The result is x itself
+    outside of `jax.shard_map` over a mesh with this axis.
 
     Args:
       x: [...] this device's term of the sum, in any floating dtype.
-      implementation: None, "xla" (`jax.lax.psum`) or "mosaic_gpu", a kernel that adds up in the order of the devices.
-        The kernel takes up to 524,288 values in bfloat16, on the GPUs of one process, within `with_mailboxes`.
+      implementation: None, "xla" (`jax.lax.all_gather` or `all_to_all`) or "mosaic_gpu". The kernel takes up to 524,288
+        values in bfloat16, on the GPUs of one process, within `with_mailboxes`.
     """
     if not _is_sharded():
         return x
@@ -68,9 +72,59 @@ def mailboxes() -> UInt32[Array, "n"] | None:
     return _mailboxes.get() if _is_sharded() else None
 
 
-def all_gather(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
-    """Concatenates x of all devices on the mesh axis "model" along the last axis. Without this axis, returns x."""
-    return jax.lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True) if _is_sharded() else x
+def reduce_scatter(x: Float[Array, "T ..."]) -> Float[Array, "S ..."]:
+    """Returns this device's share of the rows of `all_reduce(x)`.
+
+    Args:
+      x: [T, ...] this device's term of the sum. T is a multiple of the number of devices on the mesh axis "model".
+
+    Returns:
+      [T / devices, ...], the rows that `local_rows` chooses; x itself without the axis.
+    """
+    if not _is_sharded():
+        return x
+    # The links carry terms in the dtype of x. `jax.lax.psum_scatter` would send float32, or add up in bfloat16.
+    terms = x.reshape(jax.lax.axis_size(MODEL_AXIS), -1, *x.shape[1:])
+    return _add_terms(jax.lax.all_to_all(terms, MODEL_AXIS, split_axis=0, concat_axis=0))
+
+
+def all_gather(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
+    """Concatenates x of all devices on the mesh axis "model" along an axis. Without this mesh axis, returns x."""
+    if not _is_sharded():
+        return x
+    axis %= x.ndim
+
+    def gather(_, x):
+        return jax.lax.all_gather(x, MODEL_AXIS, axis=axis, tiled=True)
+
+    def transpose(_, x):
+        return jnp.moveaxis(reduce_scatter(jnp.moveaxis(x, axis, 0)), 0, axis)
+
+    return linear_call(gather, transpose, (), x)  # JAX's own transpose would add up bfloat16 in bfloat16
+
+
+def local_rows(x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:
+    """Returns this device's share of the rows of x, which all devices on the mesh axis "model" hold.
+
+    Args:
+      x: [T, ...]. T is a multiple of the number of devices.
+
+    Returns:
+      [T / devices, ...]: the first device's rows are the first ones. x itself without the axis.
+    """
+    if not _is_sharded():
+        return x
+    rows = len(x) // jax.lax.axis_size(MODEL_AXIS)
+    return jax.lax.dynamic_slice_in_dim(x, rows * model_index(), rows)
+
+
+def scatters_rows(shape: Sequence[int]) -> bool:
+    """Returns whether a sum of arrays of this shape is best computed as `all_gather` of `reduce_scatter`.
+
+    This is so if the kernel of `all_reduce` does not take so many values, and the devices divide the first axis. What
+    is computed between the two then takes a device's share of the rows only.
+    """
+    return _is_sharded() and math.prod(shape) > MAX_VALUES and shape[0] % jax.lax.axis_size(MODEL_AXIS) == 0
 
 
 def model_index() -> jax.Array | int:
@@ -87,7 +141,12 @@ def _table(row):
 
 
 def _all_reduce_xla(x, table):
-    return round_to(jax.lax.psum(x.astype(jnp.float32), MODEL_AXIS), x.dtype)
+    return all_gather(reduce_scatter(x), axis=0) if scatters_rows(x.shape) else _add_terms(all_gather(x[None], axis=0))
+
+
+def _add_terms(terms):
+    """Adds up the terms [devices, ...] of a sum in their order, in float32."""
+    return round_to(functools.reduce(operator.add, terms.astype(jnp.float32)), terms.dtype)
 
 
 def _all_reduce_kernel(x, table, *, interpret):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dsv4_jax.ops.all_reduce import all_reduce, mailboxes
+from dsv4_jax.ops.all_reduce import all_reduce, mailboxes, reduce_scatter
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import linear
 from dsv4_jax.ops.norm_rope import rms_normalize
@@ -51,7 +51,7 @@ def hyper_connections(
     streams: Float[Array, "T h D"],
     weights: HyperConnectionWeights,
     norm_weight: Float[Array, "D"] | LayerSlice,
-    y: Float[Array, "T D"] | None = None,
+    y: Float[Array, "_ D"] | None = None,
     mixing: Float[Array, "T _"] | None = None,
     *,
     implementation: str | None = None,
@@ -66,7 +66,8 @@ def hyper_connections(
       streams: [T, h, D] residual streams before the block.
       weights: parameters of the next block's hyper-connection, or of the head.
       norm_weight: [D] float32 weight of the norm; an array or a `LayerSlice`.
-      y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". None: no block
+      y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". There it may
+        have all rows of which `streams` and `mixing` are this device's share, see `local_rows`. None: no block
         precedes, and the streams do not change.
       mixing: [T, (2 + h) * h] float32 mixing weights that the preceding call of this op returned; required with y, and
         if `weights.delays_pre` is True. Without y only the weights `pre` in it are used.
@@ -144,9 +145,14 @@ def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h
     return post, comb.reshape(-1, h, h)
 
 
+def sum_rows(y: Float[Array, "_ D"], rows: int) -> Float[Array, "T D"]:
+    """Adds up y over devices. Returns all rows of the sum, or if `rows` is smaller, this device's share of them."""
+    return all_reduce(y) if len(y) == rows else reduce_scatter(y)
+
+
 def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
     if y is not None:
-        streams = apply_post(streams, all_reduce(y), *split_mixing(mixing, streams.shape[1]))
+        streams = apply_post(streams, sum_rows(y, len(streams)), *split_mixing(mixing, streams.shape[1]))
     new_mixing = mixing_weights(streams, weights)
     collapsed = apply_pre(streams, mixing if weights.delays_pre else new_mixing)
     normed = norm_weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), weights.norm_eps)
@@ -154,8 +160,8 @@ def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
 
 
 def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):
-    if y is not None and (table is None or not fuses_all_reduce(len(streams))):
-        y = all_reduce(y)
+    if y is not None and (table is None or len(y) != len(streams) or not fuses_all_reduce(len(y))):
+        y = sum_rows(y, len(streams))
         table = None
     stacks, layer = layer_stacks((weights.fn, weights.base, weights.scale, norm_weight))
     return hyper_connections_kernel(

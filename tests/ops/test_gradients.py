@@ -25,10 +25,10 @@ EPS = dict(eps=1e-6)
 NO_GRADIENT = {
     "indexer_topk", "candidate_blocks", "candidate_entries", "candidate_lengths", "entries_at", "within_candidates",
     "valid_lengths", "hash_multipliers",
-    "ngram_rows", "model_index", "use_implementation", "with_mailboxes",
+    "ngram_rows", "model_index", "scatters_rows", "use_implementation", "with_mailboxes",
 }  # fmt: skip
 # Without a mesh they return their argument; tests/parallel sums on one.
-COLLECTIVES = {"all_reduce", "all_gather"}
+COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "local_rows"}
 
 
 def normal(*shape, seed=0, scale=1.0):

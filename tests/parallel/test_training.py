@@ -1,5 +1,7 @@
 """Gradients through a step on a mesh are those of one device."""
 
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.decode import sharded_step
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.nn import DeepseekV4ForCausalLM, shardings
+from dsv4_jax.ops import all_reduce
 from dsv4_jax.parallel.mesh import make_mesh
+from pallas_kernels.all_reduce import MAX_VALUES
 
 
 CONFIG = DSV4Config.small([LayerSpec.csa(4)])
@@ -47,10 +51,15 @@ def loss_and_gradient(mesh, rows):
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_one_device():
-    """Two texts in one batch; over two shards of requests, each with padding, and two of the model."""
+def test_the_gradient_is_that_of_one_device(monkeypatch):
+    """Two texts in one batch; over two shards of requests, each with padding, and two of the model.
+
+    Also where the tokens of a shard are divided among the devices of the model.
+    """
     one = loss_and_gradient(None, 24)
-    sharded = loss_and_gradient(make_mesh(dict(data=2, model=2)), 16)
     assert max(np.abs(x).max() for x in jax.tree.leaves(one[1])) > 0.05
-    # Sums over devices have another order.
-    chex.assert_trees_all_close(sharded, one, rtol=1e-4, atol=1e-5)
+    for max_values in (MAX_VALUES, 0):
+        monkeypatch.setattr(sys.modules[all_reduce.__module__], "MAX_VALUES", max_values)
+        sharded = loss_and_gradient(make_mesh(dict(data=2, model=2)), 16)
+        # Sums over devices have another order.
+        chex.assert_trees_all_close(sharded, one, rtol=1e-4, atol=1e-5)
