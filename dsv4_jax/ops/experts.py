@@ -29,6 +29,7 @@ def experts(
     shared: tuple[Matrix, Matrix] | None = None,
     *,
     limit: float,
+    total_experts: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T D"]:
     """Returns the sum of `down_e(w * swiglu(gate_up_e(x)))` over each token's experts e, with routing weights w.
@@ -49,6 +50,8 @@ def experts(
       shared: (gate and up [2 * S, D], down [D, S]) matrices of the shared expert, which every token passes with weight
         1; None = no shared expert.
       limit: clipping limit of SwiGLU, see `ops.swiglu`.
+      total_experts: number of experts among which `selected` was chosen, if other devices have some of them; None = E.
+        The kernel for many tokens is tuned by it; results do not depend on it.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x in bfloat16, and weights in FP4 or
         bfloat16.
 
@@ -65,17 +68,18 @@ def experts(
     )
     if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
         arrays = x, selected, weights, gate_up, down, permutation
-        routed = experts(*arrays, limit=limit, implementation=implementation)
+        routed = experts(*arrays, limit=limit, total_experts=total_experts, implementation=implementation)
         return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
     args = x, selected, weights, gate_up, down, permutation, *(shared or ())
-    return dispatch("experts", implementation, *args, xla=_experts_xla, kernel=_experts_kernel, limit=limit)
+    options = {"limit": limit, "total_experts": total_experts}
+    return dispatch("experts", implementation, *args, xla=_experts_xla, kernel=_experts_kernel, **options)
 
 
-def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, interpret):
+def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, total_experts, interpret):
     num_experts = gate_up.shape[0]
     (gate_up, down, shared), layer = layer_stacks((gate_up, down, shared))
     matrices = _for_kernel(gate_up), _for_kernel(down)
-    kernel = functools.partial(grouped_experts, x, selected, weights, *matrices)
+    kernel = functools.partial(grouped_experts, x, selected, weights, *matrices, total_experts=total_experts)
     if selected.size <= MAX_PAIRS:
         codes = tuple((weight.codes, weight.scale) for weight in shared) or None
         kernel = functools.partial(experts_kernel, x, selected, weights, *matrices, permutation, codes)
@@ -121,7 +125,7 @@ def _shared_expert(limit, x, gate_up, down, *, implementation):
     return y.astype(jnp.float32)
 
 
-def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limit):
+def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limit, total_experts):
     tokens, k = selected.shape
     num_experts = gate_up.shape[0]
     has_expert = (selected >= 0) & (selected < num_experts)

@@ -60,7 +60,7 @@ class Config:
         return cls(tile_pairs, warpgroups=4 if tile_pairs <= 128 else 2)
 
 
-@cached_trace("limit", "config")
+@cached_trace("limit", "total_experts", "config")
 def grouped_experts(
     x: jax.Array,
     selected: jax.Array,
@@ -70,6 +70,7 @@ def grouped_experts(
     *,
     layer: jax.Array | None = None,
     limit: float,
+    total_experts: int | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -86,6 +87,7 @@ def grouped_experts(
       down: weights of all experts, as for `experts`.
       layer: [] int32 index of this layer if both maps' weights have a leading axis of layers, else None.
       limit: clipping limit of SwiGLU.
+      total_experts: number of experts among which `selected` was chosen, if other devices have some of them; None: E.
       config: tuning constants; None: `Config.heuristic`.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -99,7 +101,7 @@ def grouped_experts(
     layout, num_experts, inner, matrices = check_operands(x, selected, weights, gate_up, down, layer)
     rule = f"up to {MAX_EXPERTS} experts, got {num_experts}"
     check_rules({"at least one token": tokens > 0, rule: num_experts <= MAX_EXPERTS})
-    config = config or Config.heuristic(selected.size, num_experts)
+    config = config or Config.heuristic(selected.size, total_experts or num_experts)
     order, *tiles = sort_by_expert(selected.reshape(-1), num_experts, config.tile_pairs, interpret=interpret)
     x = gather_inputs(x, order, selected.shape[1], layout == FP4, interpret=interpret)
     launch = functools.partial(_launch, tiles=tiles, layer=layer_operand(layer), interpret=interpret)

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -46,6 +47,17 @@ def test_interpreted(inner, kind, tile_pairs):
 def test_pairs_without_an_expert_here_add_nothing(implementation):
     x, selected, *others = operands(4, 2, 2, 512, 512)
     compare(implementation, x, without_some_experts(selected), *others, run=run)
+
+
+def test_tiles_are_for_the_pairs_that_have_an_expert_here(monkeypatch):
+    """Of 4 tokens' 8 pairs, the 2 experts of this device get a quarter, if there are 8 experts."""
+    chosen = []
+    monkeypatch.setattr(Config, "heuristic", lambda *sizes: chosen.append(sizes) or Config(16, warpgroups=4))
+    x, selected, weights, *matrices = operands(4, 2, 2, 512, 512)
+    call = functools.partial(grouped_experts, x, selected, weights, *map(stored, matrices[:2]), limit=LIMIT)
+    for total in (None, 8):
+        jax.eval_shape(functools.partial(call, total_experts=total, interpret=True))
+    assert chosen == [(8, 2), (8, 8)]
 
 
 @pytest.mark.parametrize("implementation", ["interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
