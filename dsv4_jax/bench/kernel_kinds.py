@@ -89,16 +89,19 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
 
     def visit(lines: list[str]) -> None:
         for line in lines[1:]:
-            if match := _INSTRUCTION.match(line):
+            match = _INSTRUCTION.match(line)
+            called = re.findall(r"%([\w.-]+)", " ".join(_CALLED.findall(line)))
+            # In a loop, XLA joins a Pallas kernel with the slices that it reads and writes. This fusion is no kernel.
+            inner = [line for name in called for line in computations.get(name, [])]
+            if match and not any(" custom-call(" in line for line in inner):
                 instruction, opcode, path = match.groups()
                 scopes = path.split("/")
                 name = re.sub(r"[.-]", "_", instruction) if opcode == "fusion" else scopes[-2:][0]
                 kinds.setdefault(name, []).append(_kind(scopes))
-            elif called := _CALLED.findall(line):
-                trips = _TRIP_COUNT.search(line)
-                names = re.findall(r"%([\w.-]+)", " ".join(called))
-                for name in names * int(trips[1] if trips else 1):
-                    visit(computations[name])
+                continue
+            trips = _TRIP_COUNT.search(line)
+            for name in called * int(trips[1] if trips else 1):
+                visit(computations[name])
 
     visit(entry)
     return kinds

@@ -38,8 +38,6 @@ from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 STAGING_BYTES = SHARED_BYTES - (1 << 10)  # bytes of shared memory for stages, scales and the epilogue's staging
 MAX_STAGES = 8
-# With up to this number of inputs, FP4 steps have 128 bytes of each row. Shared memory then has room for three stages.
-MAX_WIDE = 80
 # With up to this number of inputs, codes may have a separate ring. Shared memory then has room for three stages.
 MAX_CODES_RING = 224
 SCALES_STAGES = 3
@@ -119,17 +117,38 @@ class DequantGemm:
     def step_bytes(self) -> int:
         """The number of bytes of each weight row that one step multiplies.
 
-        Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64.
-        Shared memory has room for FP4 steps of 128 bytes only if a tile has few inputs. A row has a whole number of
-        steps, so steps are shorter if the size of a row is not a multiple of 128 or 64 bytes.
+        Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64. FP4
+        has them if a tile has so few inputs that shared memory holds three stages: with two, launches took up to 31%
+        longer than with steps of 64. A row has a whole number of steps, so steps are shorter if the size of a row is
+        not a multiple of 128 or 64 bytes.
         """
-        most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
+        most = 128 if self.layout.bits == 16 or self.has_wide_steps else 64
         return math.gcd(most, self.depth * self.layout.bits // 8)
+
+    @property
+    def has_wide_steps(self) -> bool:
+        """Whether FP4 steps may have 128 bytes of each row."""
+        stage_bytes = 128 * self.rows + 2 * self.layout.columns(128) * self.inputs
+        return self.layout.bits == 4 and 3 * stage_bytes <= self.free_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """The number of bytes of shared memory for weights and inputs."""
+        free_bytes = STAGING_BYTES - self.warpgroups * epilogue.STAGING_BYTES
+        return free_bytes - math.prod(self.scales_shape) if self.layout.bits == 4 else free_bytes
+
+    @property
+    def scales_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the ring of FP4's scales: stages, matrices of a tile, lines of each, scales of a line."""
+        matrix_rows = self.rows // self.matrices
+        copies_all = self.layout.copies_all_scales(self.depth)
+        line = self.layout.scale_line(self.depth) if copies_all else SCALE_BYTES
+        return self.scales_stages, self.matrices, matrix_rows * self.scales // line, line
 
     @property
     def code_steps(self) -> int:
         """The number of steps for which one copy brings the codes, 1 or 2. With 2, codes have a separate ring."""
-        has_ring = self.layout.bits == 4 and MAX_WIDE < self.inputs <= MAX_CODES_RING
+        has_ring = self.layout.bits == 4 and not self.has_wide_steps and self.inputs <= MAX_CODES_RING
         return 2 if has_ring and self.steps % 2 == 0 else 1
 
     @property
@@ -173,13 +192,8 @@ class DequantGemm:
         has_scales = self.layout.bits == 4
         matrix_rows = self.rows // self.matrices
         row_bytes = self.code_steps * self.step_bytes
-        copies_all = self.layout.copies_all_scales(self.depth)
-        line = self.layout.scale_line(self.depth) if copies_all else SCALE_BYTES
-        scales_shape = self.scales_stages, self.matrices, matrix_rows * self.scales // line, line
-        free_bytes = STAGING_BYTES - self.warpgroups * epilogue.STAGING_BYTES
+        free_bytes = self.free_bytes
         stage_bytes = 2 * self.step_columns * self.inputs
-        if has_scales:
-            free_bytes -= math.prod(scales_shape)
         if has_codes_ring:
             free_bytes -= CODES_STAGES * self.rows * row_bytes
         else:
@@ -204,7 +218,7 @@ class DequantGemm:
             inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
             scales_empty=empty_barrier(num_barriers=self.scales_stages) if has_scales else None,
             scales_full=plgpu.Barrier(num_barriers=self.scales_stages) if has_scales else None,
-            scales_smem=plgpu.SMEM(scales_shape, jnp.uint8) if has_scales else None,
+            scales_smem=plgpu.SMEM(self.scales_shape, jnp.uint8) if has_scales else None,
             staging_smem=plgpu.SMEM((self.warpgroups, epilogue.STAGING_BYTES), jnp.uint8),
         )
 

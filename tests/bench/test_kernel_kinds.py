@@ -58,6 +58,19 @@ ENTRY %main.1 (p: f32[8]) -> f32[8] {
     assert kinds_by_name(text) == {"fusion_1": ["router"] * 3, "dot": ["experts"] * 3 + ["lm_head"]}
 
 
+def test_a_kernel_that_is_joined_with_its_slices_keeps_its_name():
+    text = """
+%dynamic-slice-fusion.1 (p: f32[2,8], i: s32[]) -> f32[8] {
+  %slice.1 = f32[1,8]{1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,8}
+  ROOT %mpmd_map.1 = f32[8]{0} custom-call(%slice.1), metadata={op_name="jit(step)/while/body/topk/indexer_topk/mpmd_map"}
+}
+ENTRY %main.1 (p: f32[8]) -> f32[8] {
+  ROOT %dynamic_slice_fusion = f32[8]{0} fusion(%p, %i), kind=kCustom, calls=%dynamic-slice-fusion.1, metadata={op_name="jit(step)/while/body/topk/indexer_topk/mpmd_map"}
+}
+"""  # noqa: E501
+    assert kinds_by_name(text) == {"indexer_topk": ["topk"]}
+
+
 def test_the_longest_kernels_come_first():
     launches = [("input_reduce_fusion", 1.0), ("nvjet_tst_128x8", 10.0), ("input_reduce_fusion", 2.0)]
     report = kernel_report(launches, TEXT, calls=2)

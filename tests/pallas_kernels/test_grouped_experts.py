@@ -24,7 +24,7 @@ def run(x, selected, weights, gate_up, down, *, implementation, config=None):
 
 @pytest.mark.parametrize(
     ("inner", "kind", "tile_pairs"),
-    # Codes of two steps travel together where a tile has more than 80 pairs.
+    # Codes of two steps travel together where a tile of four warpgroups has more than 64 pairs.
     [
         pytest.param(512, "FP4", 16, marks=pytest.mark.slow),
         (256, "FP4", 16),
