@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dsv4_jax.common.arguments import check
 from dsv4_jax.ops.all_reduce import all_reduce, mailboxes, reduce_scatter
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import linear
@@ -81,7 +82,7 @@ def hyper_connections(
 
     Raises:
       ValueError: mixing is missing, but there is y or `weights.delays_pre` is True; or mixing comes without y, but
-        `weights.delays_pre` is False.
+        `weights.delays_pre` is False; or y has rows of other tokens than streams.
     """
     if mixing is None and y is not None:
         raise ValueError("y needs mixing: a block's output needs the mixing weights from before the block")
@@ -147,7 +148,9 @@ def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h
 
 def sum_rows(y: Float[Array, "_ D"], rows: int) -> Float[Array, "T D"]:
     """Adds up y over devices. Returns all rows of the sum, or if `rows` is smaller, this device's share of them."""
-    return all_reduce(y) if len(y) == rows else reduce_scatter(y)
+    total = all_reduce(y) if len(y) == rows else reduce_scatter(y)
+    check(len(total) == rows, f"y has {len(y)} rows; it must have one for each of the tokens of streams, {rows} here")
+    return total
 
 
 def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):

@@ -257,3 +257,6 @@ def test_what_the_kernel_does_not_take_is_refused():
         call(streams, fn, base, scale, weight, y)
     with pytest.raises(ValueError, match="mixing needs y"):
         call(streams, fn, base, scale, weight, None, mixing)
+    for implementation in ("interpret", "xla"):
+        with pytest.raises(ValueError, match="y has 1 rows; it must have one for each of the tokens of streams, 2"):
+            run(implementation, streams, fn, base, scale, weight, y[:1], mixing)
