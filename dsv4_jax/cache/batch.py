@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from dsv4_jax.cache.decisions import Decisions, decode_ids, selection_rows
 from dsv4_jax.cache.schema import CacheSchema
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.runtime.pytrees import static_field
 
@@ -123,9 +123,5 @@ class Batch(Summarized):
             return None
         return jnp.where(self.slots >= 0, self.adapters[jnp.maximum(self.slots, 0)], -1)
 
-    def _summary(self) -> Summary:
-        # Leaves need not be arrays: `jax.tree.map` can return a Batch of any objects.
-        fields = vars(self).items()
-        rows = {name: str(getattr(x, "aval", x)) for name, x in fields if name not in ("prefill", "schema")}
-        tokens = getattr(self.token_ids, "size", "?")
-        return Summary(("prefill" if self.prefill else "decode", f"{tokens} tokens with padding"), rows)
+    def _summary(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._summary().items() if name != "schema"}

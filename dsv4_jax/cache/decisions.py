@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config import DSV4Config
 
 
@@ -102,10 +102,6 @@ class Decisions(Summarized):
                 raise ValueError(
                     f"decisions.{name} must be unsigned codes, got {codes.dtype}: encode_ids makes them from ids"
                 )
-
-    def _summary(self) -> Summary:
-        fields = {name: str(getattr(x, "aval", getattr(x, "shape", x))) for name, x in vars(self).items()}
-        return Summary(tuple(f"{name}: {text}" for name, text in fields.items()), fields)
 
 
 def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dsv4_jax import ops
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.schema import CompressorState, PoolGroup
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
@@ -54,16 +54,18 @@ class LayerCacheHandle(Summarized):
         """The `KVCache` with all writes of this handle."""
         return self._commit()._cache
 
-    def _summary(self) -> Summary:
+    def _summary(self) -> dict[str, Any]:
         spec = self.spec
         config = self._schema.config
-        name = f"layer {spec.layer}" if self.layer is None else f"a traced layer like {spec.layer}"
-        words = [name, f"window of {config.window(spec.layer)} tokens"]
+        items: dict[str, Any] = {
+            "layer": spec.layer if self.layer is None else f"traced, like {spec.layer}",
+            "window": f"{config.window(spec.layer)} tokens",
+        }
         if spec.group is not None:
-            words.append(f"{spec.group} entries of {spec.compress_rate} tokens")
+            items[spec.group] = f"entries of {spec.compress_rate} tokens"
         if spec.selection is not None:
-            words.append(f"of which {config.topk(spec.selection)} are selected")
-        return Summary((*words, repr(self.batch)), {"cache": repr(self._cache)})
+            items["selected entries"] = config.topk(spec.selection)
+        return items
 
     # --- writes ---
 

@@ -17,7 +17,7 @@ from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.schema import CacheSchema, PoolGroup
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.sizes import readable_bytes
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.views import SWAView, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
@@ -104,11 +104,11 @@ class KVCache(Summarized):
         """The size of all arrays in bytes."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
-    def _summary(self) -> Summary:
+    def _summary(self) -> dict[str, Any]:
         arrays = [x for x in jax.tree.leaves(self) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-        gone = ("donated: go on with what the step returned",) if any(x.is_deleted() for x in arrays) else ()
-        rows = {name: readable_bytes(count) for name, count in self.schema.pool_bytes().items()}
-        return Summary(self.schema.words() + gone, rows)
+        gone = {"donated": "go on with what the step returned"} if any(x.is_deleted() for x in arrays) else {}
+        pools = {name: readable_bytes(count) for name, count in self.schema.pool_bytes().items()}
+        return gone | self.schema.summary() | pools
 
     def with_expert_counts(self) -> "KVCache":
         """Returns the cache with `expert_counts` set to zeros, so that steps count the experts that they use.

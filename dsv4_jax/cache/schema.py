@@ -298,15 +298,16 @@ class CacheSchema:
         """Returns the exact size in bytes of the arrays that `KVCache.zeros` allocates."""
         return sum(self.pool_bytes().values())
 
-    def words(self) -> tuple[str, ...]:
-        """Returns short descriptions of the geometry, such as "128 slots of 4,096 tokens", for a repr."""
-        return (
-            f"{len(self.layers)} layers",
-            f"{self.max_requests:,} slots of {self.max_context:,} tokens",
-            f"{self.num_blocks:,} blocks of {self.block_tokens:,} tokens",
-            f"format {self.kv_format.name}",
-            readable_bytes(self.memory_bytes()),
-        )
+    def summary(self) -> dict[str, Any]:
+        """Returns the geometry as {name: value} for a repr."""
+        names = "max_requests", "max_context", "num_blocks", "block_tokens"
+        sizes = {name: getattr(self, name) for name in names}
+        return {
+            "layers": len(self.layers),
+            **sizes,
+            "format": self.kv_format.name,
+            "memory": readable_bytes(self.memory_bytes()),
+        }
 
     @property
     def block_bytes(self) -> int:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import html
-from collections.abc import Mapping
+from typing import Any
 
 
+MAX_ITEMS = 8  # maximum number of items of a line
 MAX_ROWS = 32  # maximum number of rows of a table
 
 
@@ -26,38 +27,32 @@ class Share:
         return f"{self.used:,} of {self.total:,} {self.note}".rstrip()
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """The contents of an object's repr.
+class Summarized:
+    """A base class of objects whose reprs show the items {name: value} that their `_summary()` returns.
 
-    Attributes:
-      words: items of the line for terminals.
-      rows: {name: value} of the table for notebooks, which shows the first `MAX_ROWS` of them.
+    By default the items are the object's fields, arrays by their types. A line shows the first `MAX_ITEMS` items, and a
+    table the first `MAX_ROWS`.
     """
 
-    words: tuple[str, ...]
-    rows: Mapping[str, str | Share]
-
-
-class Summarized:
-    """A base class of objects whose reprs show the `Summary` that their `_summary()` returns."""
-
-    def _summary(self) -> Summary:
-        raise NotImplementedError
+    def _summary(self) -> dict[str, Any]:
+        # Fields that usually hold arrays may hold any objects, which `jax.tree.map` can put there.
+        return {name: getattr(x, "aval", getattr(x, "shape", x)) for name, x in vars(self).items()}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._summary().words)})"
+        items = [f"{name}: {value}" for name, value in self._summary().items()]
+        return f"{type(self).__name__}({', '.join(items[:MAX_ITEMS] + ['...'] * (len(items) > MAX_ITEMS))})"
 
     def _repr_html_(self) -> str:
-        summary = self._summary()
-        rows = [f"<tr><th>{html.escape(name)}</th><td>{_cell(value)}</td></tr>" for name, value in summary.rows.items()]
+        rows = [
+            f"<tr><th>{html.escape(name)}</th><td>{_cell(value)}</td></tr>" for name, value in self._summary().items()
+        ]
         if len(rows) > MAX_ROWS:
             rows[MAX_ROWS:] = [f"<tr><th>and {len(rows) - MAX_ROWS} more</th><td></td></tr>"]
-        title = f"<b>{type(self).__name__}</b>: {html.escape(', '.join(summary.words))}"
-        return f"<div>{title}<table>{''.join(rows)}</table></div>"
+        return f"<div><b>{type(self).__name__}</b><table>{''.join(rows)}</table></div>"
 
 
-def _cell(value: str | Share) -> str:
-    if isinstance(value, str):
-        return html.escape(value)
-    return f'<progress value="{value.used}" max="{max(value.total, 1)}"></progress> {html.escape(str(value))}'
+def _cell(value):
+    text = html.escape(str(value))
+    if not isinstance(value, Share):
+        return text
+    return f'<progress value="{value.used}" max="{max(value.total, 1)}"></progress> {text}'

@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.common.arguments import check_choice
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.exact_logprobs import RolloutShape
 from dsv4_jax.decode.programs import CompiledModel
@@ -150,13 +150,12 @@ class Engine(Summarized):
             cache = cache.with_expert_counts()
         _make_runner(outline, manager, drafter, options).begin_programs(cache)
 
-    def _summary(self) -> Summary:
+    def _summary(self) -> dict[str, Any]:
         running = self.running
         waiting = self.waiting
         requests = {f"request {reprlib.repr(request.id)}": request.progress for request in (*running, *waiting)}
-        use = {name: share for name, share in self.manager.use().items() if not name.startswith("slot ")}
-        words = f"{len(running)} requests running", f"{len(waiting):,} waiting", f"{self._metrics.steps:,} steps"
-        return Summary(words, use | requests)
+        counts = {"running": len(running), "waiting": len(waiting), "steps": self._metrics.steps}
+        return counts | self.manager.use() | requests
 
     @property
     def cache(self) -> KVCache:

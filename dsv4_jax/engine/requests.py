@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv4_jax.cache import Decisions
 from dsv4_jax.common.arguments import check_whole
-from dsv4_jax.common.summary import Share, Summarized, Summary
+from dsv4_jax.common.summary import Share, Summarized
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
 
@@ -144,9 +144,8 @@ class Request(Summarized):
         end = f"ended: {self.finish_reason}" if self.finish_reason else where
         return Share(self.num_generated, self.params.max_new_tokens, f"tokens generated, {end}")
 
-    def _summary(self) -> Summary:
-        words = f"id {reprlib.repr(self.id)}", f"{self.prompt_length:,} prompt tokens", str(self.progress)
-        return Summary(words, {"progress": self.progress})
+    def _summary(self) -> dict[str, Any]:
+        return {"id": reprlib.repr(self.id), "prompt tokens": self.prompt_length, "progress": self.progress}
 
     def child(self, *, seed: int, order: int) -> "Request":
         """Returns a copy of the request without a slot.

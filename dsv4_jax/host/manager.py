@@ -14,7 +14,7 @@ from dsv4_jax.cache.request_rows import copy_request
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
 from dsv4_jax.common.sizes import parse_bytes
-from dsv4_jax.common.summary import Share, Summarized, Summary
+from dsv4_jax.common.summary import Share, Summarized
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import step_order
 from dsv4_jax.host.batches import find_layout, find_new_rows
@@ -124,22 +124,21 @@ class KVCacheManager(Summarized):
         self.shards = self.devices.shards
         self.requests = RequestTable(self.schema, self.shards, shape.get(MODEL_AXIS, 1) if context_parallel else 1)
 
-    def _summary(self) -> Summary:
-        words = f"{len(self.slots)} requests", f"{self.free_blocks:,} free blocks", *self.schema.words()
-        return Summary(words, self.use())
-
-    def use(self) -> dict[str, Share]:
-        """Returns {name: share in use} of the slots, of the blocks, and of each request's room, for a repr."""
-        schema = self.schema
-        shares = {
-            "slots": Share(len(self.slots), schema.max_requests),
-            "blocks": Share(schema.num_blocks - self.free_blocks, schema.num_blocks),
-        }
+    def _summary(self) -> dict[str, Any]:
+        rooms = {}
         for slot in self.slots:
             state = self.requests.state(slot)
             blocks = f"tokens in {state.num_blocks:,} blocks"
-            shares[f"slot {slot}"] = Share(state.length, schema.max_context, blocks)
-        return shares
+            rooms[f"slot {slot}"] = Share(state.length, self.schema.max_context, blocks)
+        return self.use() | self.schema.summary() | rooms
+
+    def use(self) -> dict[str, Share]:
+        """Returns {name: share in use} of the slots and of the blocks, for a repr."""
+        schema = self.schema
+        return {
+            "slots": Share(len(self.slots), schema.max_requests),
+            "blocks": Share(schema.num_blocks - self.free_blocks, schema.num_blocks),
+        }
 
     @property
     def mesh(self) -> Mesh | None:

@@ -20,7 +20,7 @@ from dsv4_jax.cache.request_rows import RequestRows, read_request
 from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header, write_header
 from dsv4_jax.common.sizes import readable_bytes
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.canary import check_blocks
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.request_table import RequestState
@@ -65,9 +65,8 @@ class OffloadedRequest(Summarized):
         """The size of all arrays in bytes."""
         return sum(x.nbytes for x in jax.tree.leaves((self.rows, self.blocks)))
 
-    def _summary(self) -> Summary:
-        words = f"{self.length} tokens", readable_bytes(self.nbytes)
-        return Summary(words, {"can be rewound to": f"{self.min_length} tokens"})
+    def _summary(self) -> dict[str, Any]:
+        return {"length": self.length, "min_length": self.min_length, "size": readable_bytes(self.nbytes)}
 
 
 def capture(

@@ -13,7 +13,7 @@ import numpy as np
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_request
 from dsv4_jax.common.sizes import readable_bytes
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.offload import identity, rows_struct
@@ -154,10 +154,10 @@ class PrefixCache(Summarized):
             files=files,
         )
 
-    def _summary(self) -> Summary:
+    def _summary(self) -> dict[str, Any]:
         metrics = self.metrics
-        snapshots = f"{metrics.snapshots} snapshots ({readable_bytes(metrics.snapshot_bytes)})"
-        return Summary((f"{metrics.blocks} blocks", snapshots), {"hit rate": f"{metrics.hit_rate:.0%}"})
+        snapshots = f"{metrics.snapshots} ({readable_bytes(metrics.snapshot_bytes)})"
+        return {"blocks": metrics.blocks, "snapshots": snapshots, "hit rate": f"{metrics.hit_rate:.0%}"}
 
     def serves(self, manager: KVCacheManager) -> bool:
         """Returns whether this is the manager's prefix cache, not replaced by a later one."""

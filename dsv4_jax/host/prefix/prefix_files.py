@@ -30,7 +30,7 @@ from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.common.private_folder import make_private_folder
 from dsv4_jax.common.safetensors_header import TensorHeader, write_header
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
-from dsv4_jax.common.summary import Summarized, Summary
+from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.cache_devices import CacheDevices
 from dsv4_jax.host.offload import DTYPE_NAMES, blocks_struct, identity
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock
@@ -182,9 +182,9 @@ class PrefixFiles(Summarized):
         self._writer.submit(self._guarded, self._list)
         self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, "prefix files, reader")
 
-    def _summary(self) -> Summary:
-        words = f"{self.metrics.blocks:,} blocks", f"{readable_bytes(self.metrics.bytes)}"
-        return Summary(words, {"folder": str(self.directory), "at most": readable_bytes(self.max_bytes)})
+    def _summary(self) -> dict[str, Any]:
+        sizes = {"size": readable_bytes(self.metrics.bytes), "at most": readable_bytes(self.max_bytes)}
+        return {"blocks": self.metrics.blocks, **sizes, "folder": self.directory}
 
     def exists(self, layout: FileLayout, digest: bytes) -> bool:
         """Returns whether a file of this layout exists for a digest."""
