@@ -1,7 +1,7 @@
 """Moves requests out of the cache into host memory or files, and back.
 
-A request is saved as one safetensors file. Its metadata say which model, weights and cache format the bytes are for.
-The metadata's `sha256` is the hash of the whole file, computed with the digit 0 in place of the hash's 64 digits.
+A request is saved as one safetensors file, see `FileLayout`. Its metadata say which model, weights and cache format the
+bytes are for, and the numbers that the shapes of its arrays follow from.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache, PoolGroup
 from dsv4_jax.cache.request_rows import RequestRows, read_request
-from dsv4_jax.cache.serialization import named_leaves
-from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header, write_header
+from dsv4_jax.common.safetensors_header import read_header
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.canary import check_blocks
+from dsv4_jax.host.file_layout import FileLayout
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import record_write
@@ -29,9 +29,8 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 
 
 FILE_FORMAT = "dsv4_jax request"
-VERSION = "2"
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NO_DIGEST = "0" * 64
+VERSION = "3"
+_MAX_NUMBER = 2**30  # maximum of the numbers in a file, with which no axis of an array reaches 2**31
 # `identity` hashes these fields of the configuration even if they have default values. Other fields with a default are
 # hashed only if they have another value, so that a new field leaves the identities of earlier models as they are.
 _ALWAYS_HASHED = frozenset(
@@ -252,14 +251,9 @@ def save_request(
     if len(ids) != (length := manager.length(slot)):
         raise ValueError(f"tokens has {len(ids)} ids, slot {slot} holds {length} tokens")
     request = capture(manager, cache, slot, key=key)
-    metadata = {"format": FILE_FORMAT, "version": VERSION, "sha256": _NO_DIGEST}
-    metadata |= {"min_length": str(request.min_length), **request.identity}
-    tensors = named_leaves(request.rows, request.blocks) | {"tokens": ids}
-    header = write_header((TensorHeader(k, DTYPE_NAMES[x.dtype], x.shape) for k, x in tensors.items()), metadata)
-    blob = b"".join([header, *(x.tobytes() for x in tensors.values())])
-    digest = hashlib.sha256(blob).hexdigest()
+    layout = _file_layout(manager.schema, key, length, request.min_length)
     with atomic_write(Path(path)) as file:
-        file.write(blob.replace(_NO_DIGEST.encode(), digest.encode(), 1))
+        file.writelines(layout.pack([b""], {"rows": request.rows, "blocks": request.blocks, "tokens": ids[None]}))
 
 
 def load_request(
@@ -295,64 +289,43 @@ def load_request(
 
 def _parse(path, manager, key):
     """Returns (token ids, `OffloadedRequest`) of a file. Raises ValueError if this cache cannot take the request."""
-    blob = path.read_bytes()
     try:
-        stored, metadata = read_header(path)
+        metadata = read_header(path)[1]
     except ValueError as error:
         raise ValueError("this is no safetensors file, or it is damaged") from error
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError("this is no saved request: its metadata do not say so")
     if (version := metadata.get("version")) != VERSION:
         raise ValueError(f"the file has version {version!r}, this package reads version {VERSION!r}")
-    digest = str(metadata.get("sha256")).encode()
-    if hashlib.sha256(blob.replace(digest, _NO_DIGEST.encode(), 1)).hexdigest().encode() != digest:
-        raise ValueError("the file is damaged or was edited: its SHA-256 is not the one it was written with")
-    schema = manager.schema
-    check_identity(schema, key, metadata)
-    content = np.frombuffer(blob, np.uint8)
-    tensors = {
-        name: content[byte_range].view(DTYPES[header.dtype]).reshape(header.shape)
-        for name, (header, byte_range) in stored.items()
+    check_identity(manager.schema, key, metadata)
+
+    def number(name, least, most):
+        text = str(metadata.get(name))
+        if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+            raise ValueError(f"{name} is {text!r}, it must be from {least} to {most}")
+        return int(text)
+
+    length = number("length", 1, _MAX_NUMBER)
+    max_query_tokens = number("max_query_tokens", 1, _MAX_NUMBER)
+    min_length = number("min_length", max(0, length - (max_query_tokens - 1)), length)
+    schema = dataclasses.replace(manager.schema, max_query_tokens=max_query_tokens)
+    layout = _file_layout(schema, key, length, min_length)
+    content = np.fromfile(path, np.uint8)
+    if len(content) != layout.nbytes or not layout.is_valid(b"", content):
+        raise ValueError("the file is damaged or was edited: its header or its SHA-256 is not what it was written with")
+    arrays = layout.unpack(content[None])
+    tokens = manager.check_ids(arrays.pop("tokens")[0], "tokens")
+    properties = {"identity": identity(schema, key), "weights": manager.requests.weights}
+    return tokens, OffloadedRequest(length, min_length, **arrays, **properties)
+
+
+def _file_layout(schema, key, length, min_length):
+    """Returns the layout of the file of a request of `length` tokens."""
+    numbers = {"length": length, "min_length": min_length, "max_query_tokens": schema.max_query_tokens}
+    metadata = {"format": FILE_FORMAT, "version": VERSION, **identity(schema, key)}
+    struct = {
+        "rows": rows_struct(schema),
+        "blocks": blocks_struct(schema, -(-length // schema.block_tokens)),
+        "tokens": jax.ShapeDtypeStruct((1, length), np.int32),
     }
-    try:
-        tokens = manager.check_ids(tensors.pop("tokens", np.zeros((), np.int32)), "tokens")
-    except TypeError as error:
-        raise ValueError(f"the file's {error}") from None
-    rows, blocks, spare = _read_tensors(schema, manager.requests.blocks_for(len(tokens)), tensors)
-    min_length = str(metadata.get("min_length"))
-    lowest = max(0, len(tokens) - spare)
-    if not re.fullmatch("[0-9]{1,10}", min_length) or not lowest <= int(min_length) <= len(tokens):
-        raise ValueError(
-            f"min_length is {min_length!r}, it must be from {lowest} to {len(tokens)}: its rings reach no further"
-        )
-    properties = identity(schema, key)
-    return tokens, OffloadedRequest(len(tokens), int(min_length), rows, blocks, properties, manager.requests.weights)
-
-
-def _read_tensors(schema, num_blocks, tensors):
-    """Returns (`OffloadedRequest.rows`, `OffloadedRequest.blocks`, number of spare rows in each ring of the file).
-
-    Axis 1 of a ring holds the rows that a step reads, and spare rows. The file's rings may have more or fewer spare
-    rows than the rings of this cache. `tensors` is {name: array}.
-
-    Raises:
-      ValueError: a name, shape or dtype does not fit this cache, or the rings' numbers of spare rows differ.
-    """
-    structs = rows_struct(schema), blocks_struct(schema, num_blocks)
-    rings = named_leaves(structs[0])
-    expected = named_leaves(*structs)
-    if expected.keys() != tensors.keys():
-        raise ValueError(f"the file has other tensors than this cache: {sorted(expected.keys() ^ tensors.keys())}")
-    spares = set()
-    for name, struct in expected.items():
-        x = tensors[name]
-        shape = list(struct.shape)
-        if name in rings and x.ndim > 1:
-            num_read = shape[1] - (schema.max_query_tokens - 1)
-            spares.add(x.shape[1] - num_read)
-            shape[1] = max(x.shape[1], num_read)
-        if (x.dtype, list(x.shape)) != (struct.dtype, shape):
-            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}, this cache has {struct.dtype} {shape}")
-    if len(spares) != 1:
-        raise ValueError(f"the file's rings have {sorted(spares)} spare rows: all must have the same number")
-    return *jax.tree.unflatten(jax.tree.structure(structs), [tensors[name] for name in expected]), spares.pop()
+    return FileLayout("request", struct, metadata | {name: str(number) for name, number in numbers.items()})

@@ -13,7 +13,7 @@ import pytest
 
 from dsv4_jax.cache.request_rows import read_blocks, read_request
 from dsv4_jax.host import CacheFullError, PrefixFiles
-from dsv4_jax.host.prefix.prefix_files import FileLayout
+from dsv4_jax.host.file_layout import FileLayout
 from tests.host.managers import BLOCK, host_state, ids, make, random_cache
 from tests.host.test_prefix_cache import Cached
 from tests.ops.pools import same_bytes

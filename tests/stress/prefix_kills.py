@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import tyro
 
-from dsv4_jax.host.prefix.prefix_files import FileLayout, PrefixFiles
+from dsv4_jax.host.file_layout import FileLayout
+from dsv4_jax.host.prefix.prefix_files import PrefixFiles
 
 
 # A file is twice as large as a block of the packaged model.

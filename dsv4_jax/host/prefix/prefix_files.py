@@ -1,15 +1,13 @@
 """Files of a prefix cache: one for each block and each snapshot, written by a thread while steps go on.
 
-The name of a file is the digest of its `CachedBlock`, with an extension. Each file is a safetensors file with a
-constant header, the arrays, and a SHA-256 of the digest and of the file's other bytes. A file gets its name when all
-bytes are on disk, so a process that is killed leaves no incomplete file under such a name.
+The name of a file is the digest of its `CachedBlock`, with an extension. All files of a kind have one `FileLayout`. A
+file gets its name when all bytes are on disk, so a process that is killed leaves no incomplete file under such a name.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import logging
 import os
@@ -17,7 +15,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,12 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_blocks
-from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.common.private_folder import make_private_folder
-from dsv4_jax.common.safetensors_header import TensorHeader, write_header
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.cache_devices import CacheDevices
-from dsv4_jax.host.offload import DTYPE_NAMES, blocks_struct, identity
+from dsv4_jax.host.file_layout import FileLayout
+from dsv4_jax.host.offload import blocks_struct, identity
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock
 from pallas_kernels.runtime.atomic_write import atomic_write
 
@@ -40,7 +37,6 @@ from pallas_kernels.runtime.atomic_write import atomic_write
 _log = logging.getLogger("dsv4_jax.host")
 
 FORMAT = "dsv4_jax prefix, version 2"  # all digests depend on this text
-_SUM_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(block|snapshot)")
 _PARTIAL = re.compile(r"\.[0-9a-f]{64}\.(block|snapshot)\.[0-9a-f]{16}")
 _PARTIAL_SECONDS = 600.0  # an unfinished file that is older than this counts as abandoned and is deleted
@@ -69,66 +65,6 @@ class PrefixFileMetrics:
     written_bytes: int = 0
     dropped: int = 0
     errors: int = 0
-
-
-class FileLayout:
-    """The format of one kind of file, blocks or snapshots: a header, arrays, a SHA-256.
-
-    Attributes:
-      kind: "block" or "snapshot", the extension of the file's name.
-      header: the bytes that every file begins with.
-      nbytes: size of a file in bytes.
-    """
-
-    def __init__(self, kind: str, struct: Any, metadata: Mapping[str, str]):
-        """Makes the header and computes the places of the arrays.
-
-        Args:
-          kind: see the class.
-          struct: pytree of the shapes [layers, rows, ...] and dtypes of the arrays in one file. The arrays of n files
-            together have shapes [layers, n * rows, ...].
-          metadata: {name: text} for the header.
-        """
-        self.kind = kind
-        self._structs, self._structure = jax.tree.flatten(struct)
-        tensors = [TensorHeader(name, DTYPE_NAMES[x.dtype], x.shape) for name, x in named_leaves(struct).items()]
-        self._offsets = np.cumsum([0, *(tensor.nbytes for tensor in tensors)]).tolist()
-        self.header = write_header([*tensors, TensorHeader("sha256", "U8", (_SUM_BYTES,))], metadata)
-        self.nbytes = len(self.header) + self._offsets[-1] + _SUM_BYTES
-
-    def name(self, digest: bytes) -> str:
-        """Returns the name of the file that belongs to a 32-byte digest."""
-        return f"{digest.hex()}.{self.kind}"
-
-    def pack(self, digests: Sequence[bytes], tree: Any) -> list[bytes]:
-        """Returns the contents of n files.
-
-        Args:
-          digests: [n] 32-byte digests.
-          tree: pytree of the NumPy arrays [layers, n * rows, ...] of all files.
-        """
-        leaves = list(zip(jax.tree.leaves(tree), [struct.shape[1] for struct in self._structs], strict=True))
-        contents = []
-        for i, digest in enumerate(digests):
-            file_rows = [x[:, i * rows : (i + 1) * rows].tobytes() for x, rows in leaves]
-            content = b"".join([self.header, *file_rows])
-            contents.append(content + _checksum(digest, content))
-        return contents
-
-    def is_valid(self, digest: bytes, content: np.ndarray) -> bool:
-        """Returns whether `content`, [nbytes] uint8, is an undamaged result of `pack` for this digest."""
-        data = memoryview(content)
-        return data[: len(self.header)] == self.header and data[-_SUM_BYTES:] == _checksum(digest, data[:-_SUM_BYTES])
-
-    def unpack(self, contents: np.ndarray) -> Any:
-        """Returns the arrays [layers, n * rows, ...] of the files with these contents, [n, nbytes] uint8."""
-        data = contents[:, len(self.header) :]
-        leaves = []
-        for struct, (start, stop) in zip(self._structs, itertools.pairwise(self._offsets), strict=True):
-            layers, rows, *sizes = struct.shape
-            leaf = data[:, start:stop].view(struct.dtype).reshape(-1, *struct.shape)
-            leaves.append(np.ascontiguousarray(leaf.swapaxes(0, 1)).reshape(layers, len(contents) * rows, *sizes))
-        return jax.tree.unflatten(self._structure, leaves)
 
 
 class PrefixFiles(Summarized):
@@ -556,9 +492,3 @@ class StoredPrefixes:
 def _open_at_once(path: str, flags: int) -> int:
     """Opens a file with O_NONBLOCK: if it is a named pipe, the call does not wait for a process that writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _checksum(digest: bytes, content: bytes | memoryview) -> bytes:
-    checksum = hashlib.sha256(digest)
-    checksum.update(content)
-    return checksum.digest()
