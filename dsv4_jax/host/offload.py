@@ -310,8 +310,8 @@ def _parse(path, manager, key):
     min_length = number("min_length", max(0, length - (max_query_tokens - 1)), length)
     schema = dataclasses.replace(manager.schema, max_query_tokens=max_query_tokens)
     layout = _file_layout(schema, key, length, min_length)
-    content = np.fromfile(path, np.uint8)
-    if len(content) != layout.nbytes or not layout.is_valid(b"", content):
+    content = np.fromfile(path, np.uint8) if path.stat().st_size == layout.nbytes else None
+    if content is None or not layout.is_valid(b"", content):
         raise ValueError("the file is damaged or was edited: its header or its SHA-256 is not what it was written with")
     arrays = layout.unpack(content[None])
     tokens = manager.check_ids(arrays.pop("tokens")[0], "tokens")
