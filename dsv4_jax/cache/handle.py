@@ -211,7 +211,7 @@ class LayerCacheHandle(Summarized):
         """Reads the W window rows of each token, from the oldest one to the token's own.
 
         Returns:
-          (kv [T, W, head_dim] in the model's dtype; valid [T, W] bool).
+          (kv [T, W, head_dim] in the model's dtype, zeros where not valid; valid [T, W] bool).
         """
         return ops.gather_swa_kv(self.read_swa_view(), *self._places, new_kv=self.pending, dtype=self._dtype)
 
@@ -222,7 +222,7 @@ class LayerCacheHandle(Summarized):
           indices: [T, K] int32 indices of entries within each token's request; -1 = none.
 
         Returns:
-          (kv [T, K, head_dim] in the model's dtype; valid [T, K] bool).
+          (kv [T, K, head_dim] in the model's dtype, zeros where not valid; valid [T, K] bool).
         """
         view = self.read_classical_view()
         self._check_shape("indices", indices, None)
@@ -233,7 +233,8 @@ class LayerCacheHandle(Summarized):
         """Reads all compressed entries that each token sees.
 
         Returns:
-          (kv [T, E, head_dim] in the model's dtype; valid [T, E] bool), E = the largest number of entries of a request.
+          (kv [T, E, head_dim] in the model's dtype, zeros where not valid; valid [T, E] bool), E = the largest number
+          of entries of a request.
         """
         view = self.read_classical_view()
         return self._reduce_rows(ops.gather_all_compressed_kv(view, *self._places, dtype=self._dtype))

@@ -24,9 +24,9 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
 
     Returns:
       ([T, max_ngram_size] int32 compressed ids: the id of the token itself, of the preceding token, and so on; the
-      cache with the new ids). Going back from the token, all ids are the compressed id of
-      `EngramConfig.pad_token_id` once a part of an image is met or the start of the request is passed. This id also
-      stands for padding tokens.
+      cache with the new ids). The compressed id of `EngramConfig.pad_token_id` stands for tokens before the start of
+      the request. It also stands for a part of an image and for all tokens that precede this part in the n-gram. The
+      n-gram of a padding token holds only this id.
     """
     engram = cache.schema.config.engram
     assert engram is not None

@@ -209,6 +209,7 @@ class KVCache(Summarized):
         slots = self.block_table.shape[0]
 
         def past_end(index, keep):
+            """Replaces indices that are negative or not kept by one past the end, to which nothing is written."""
             return jnp.where(keep & (index >= 0), index, slots)
 
         reset = past_end(batch.reset_slots, True)

@@ -101,6 +101,7 @@ def read_request(
 
 
 def _pooled_again(x, *, is_open):
+    """Returns x [layers, n, width] with zeros in the second half of the channels where `is_open` [n] is False."""
     first_half = jnp.arange(x.shape[-1], dtype=jnp.int32) < x.shape[-1] // 2
     return jnp.where((first_half[None, :] | is_open[:, None])[None], x, 0)
 
@@ -179,7 +180,7 @@ def copy_request(
     across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on different devices
 
     def copy(pool, to, index, across=None):
-        # Targets are written one after another, because a single scatter would hold all copies in memory.
+        """Copies row `index` on axis 1 of a pool to row `to`; -1 = the row lies on another device."""
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
         row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
@@ -190,6 +191,7 @@ def copy_request(
         by_slot = jax.tree.map(lambda pool: copy(pool, targets[i], source), by_slot)
         return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), paged)
 
+    # Targets are written one after another, because a single scatter would hold all copies in memory.
     by_slot, paged = jax.lax.fori_loop(0, count, one, (_slot_pools(cache), cache.paged))
     to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
     cache = dataclasses.replace(

@@ -23,9 +23,10 @@ def check_not_lfs_pointer(file: str | Path, content: bytes) -> None:
 
 
 def snapshot_hint(folder: Path) -> str:
-    """Returns a sentence that names the checkpoint's folder, if `folder` is above it in the Hugging Face hub's cache.
+    """Returns a hint for a user who gave a folder of the Hugging Face hub's cache in place of the checkpoint in it.
 
-    The cache has the checkpoint of such a folder in `snapshots/HASH`. For other folders the result is "".
+    The hub's cache keeps the files of a checkpoint in `MODEL/snapshots/HASH`. If `folder` is `MODEL` or `snapshots`,
+    the hint is a sentence with the path of the newest checkpoint. For other folders it is "".
     """
     snapshots = folder if folder.name == "snapshots" else folder / "snapshots"
     configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.lstat().st_mtime)

@@ -28,8 +28,8 @@ _REFUSAL = "the release's config.json cannot express"
 MLP_LAYER_TYPES = ("hash_moe", "moe")  # experts looked up by token id, and experts selected by a router
 _OTHERS = "Layers of other rates are given as data: config.with_layers([LayerSpec.csa(8), ...])."
 
-# {field with an integer: its maximum}. The minimum is 1. The maxima are far beyond any model, and are lower for fields
-# that no weight's shape would confirm.
+# {field with an integer: its maximum}. The minimum is 1. The maxima are far beyond any model. Most fields are checked
+# later against the shapes of weights. For fields that occur in no shape, the maximum is the only check, so it is lower.
 INTEGERS = dict.fromkeys((
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
     "q_lora_rank", "o_lora_rank", "o_groups", "index_n_heads", "index_head_dim", "moe_intermediate_size",
@@ -70,7 +70,7 @@ _TRAITS = {
     "deepseek_v4": {"kv_format": "v4", "norms_queries": True, "delays_pre": False, "weight_block": 128},
     "deepseek_v41": {"kv_format": "v41", "norms_queries": False, "delays_pre": True, "weight_block": 32},
 }
-# {field: the only value that the architecture allows}, if the field is there.
+# {field: the only value that the architecture allows}. All but `_REQUIRED_FIXED` may be missing in the file.
 _FIXED = {
     "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "hidden_act": "silu",
     "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "topk_method": "noaux_tc", "gate_temp": 1,
@@ -174,7 +174,7 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
       ValueError: the file describes another model, or states a fact twice with different values.
     """
     model_type = raw.get("model_type")
-    # V4.1's inference code has these names, and V4's does not. V4's has most of the other names of `_INFERENCE_NAMES`.
+    # V4's inference code shares most names with V4.1's, but it has none for the fields of `_SOURCES`.
     has_inference_names = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
     if has_inference_names and model_type is None:
         model_type = "deepseek_v41"
@@ -317,8 +317,8 @@ def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -
     for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
         renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
         is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
-        # Layers from config.json have None as `window` and `index_topk`, because it has one number for all layers. So
-        # these two are compared here.
+        # config.json states one window size and one top-k for all layers, so specs that are read from it have None for
+        # both. What `spec` has must be equal to these two numbers.
         sizes = (config.window(spec.layer), config.topk(spec.layer))
         if not is_same or sizes != (config.sliding_window, config.index_topk):
             raise ValueError(f"{_REFUSAL} layer {spec.layer}: {spec}")
@@ -477,6 +477,7 @@ def _read_scaling(name: str, block: Any) -> RopeScaling | None:
 
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `DSV4Config` about RoPE, from all formats that state them."""
     spellings = {name: {name: raw.get(name)} for name in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")}
     fractions = {"partial_rotary_factor": raw.get("partial_rotary_factor")}
     scalings = {}
@@ -507,6 +508,7 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _v41_layer_fields(config: "DSV4Config") -> dict[str, Any]:
+    """Returns the fields of V4.1's config.json about sources of entries, candidates, draft layers and Engram."""
     specs = config.specs
     engram = dict.fromkeys(_ENGRAM, 0) | {"layer_ids": [], "num_embeddings": []}
     if config.engram is not None:

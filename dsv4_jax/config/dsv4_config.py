@@ -37,7 +37,7 @@ class DSV4Config:
       if `dspark` is None, otherwise the layers that `dspark` describes.
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
     - `kv_format`: name of the release's format of the KV cache, "v4" or "v41", see `quant.formats`.
-    - `norms_queries`: whether each head of the queries is normed. V4.1 does not.
+    - `norms_queries`: whether each head of the queries is normed; False in V4.1.
     - `delays_pre`: whether a hyper-connection collapses the streams by the weights `pre` of the preceding
       hyper-connection, as in V4.1. Then the model has no weights for the collapse before its head.
     - `candidate_topk_blocks`, `candidate_block_size`: number of blocks to which a layer restricts the selections of

@@ -14,7 +14,7 @@ HCA = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, CSA, HCA)
 
 OWN = -1  # stands for the layer's own number
-MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model; no weight's shape would confirm them
+MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model
 # Fields of `LayerSpec` that hold the number of a layer.
 _SOURCES = ("selection", "candidates")
 # {field of `LayerSpec`: its minimum}.
@@ -250,7 +250,7 @@ def _faults(spec, unplaced, placed, owners):
     Later checks rely on earlier ones, so the caller must stop at the first mistake.
 
     Args:
-      spec: the spec with its `layer`, `index` and `selection`.
+      spec: the spec with the attributes that `numbered` sets.
       unplaced: the spec as it was given.
       placed: specs of all layers up to this one.
       owners: specs of the layers up to this one that store entries of its group.

@@ -108,10 +108,10 @@ class ExpertMigration:
         self._layers = dict(layers)
         self._file = file
         self._batch = batch
-        self._stored = dict(frequencies)
+        self._stored = dict(frequencies)  # content of the file
         matrices = list(self._layers.values())
         self._on_host = np.stack([pages[0].on_host for pages in matrices])
-        self._was_on_host = self._on_host.copy()
+        self._was_on_host = self._on_host.copy()  # since the preceding snapshot of the counts
         self._expert_bytes = sum(pages.nbytes for pages in matrices[0])
         self.policy = PlacementPolicy(np.zeros(self._on_host.shape))
         self.history = PlacementPolicy(np.zeros(self._on_host.shape), _HISTORY_HALF_LIFE)
@@ -128,7 +128,7 @@ class ExpertMigration:
         self._last = time.perf_counter()
         self._saved = time.perf_counter()
         self._steps = 0
-        self._before = np.zeros(0, np.uint32)
+        self._before = np.zeros(0, np.uint32)  # counts of the preceding snapshot
         self._experts_per_token = 1
 
     def start(self, counts: Int[Array, "2 L E"], experts_per_token: int) -> None:

@@ -29,8 +29,8 @@ class StepCarry:
       candidates: {index of a layer: [T, B] int32 blocks of entries to which the layer restricts the selections of later
         layers, then -1}, see `LayerSpec.candidates`.
       engram_rows: {index of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
-      taps: [n, T, hidden] inputs of DSpark's draft layers, one for each of the n target layers: the mean over the
-        residual streams that leave this layer, or zeros until it has run. None if there are no target layers.
+      taps: [n, T, hidden] inputs of DSpark's draft layers, one for each of the n layers in `DSV4Config.tap_layers`: the
+        mean over the residual streams that leave this layer, or zeros until it has run. None if there are none.
       recorded: {name in `block.RECORDED`: value} of the most recent layer, for the names that were asked for.
     """
 

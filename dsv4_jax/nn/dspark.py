@@ -1,4 +1,4 @@
-"""DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass."""
+"""DSpark, the draft layers of V4-Flash-0731, V4-Pro-0813 and V4.1-Flash, which draft a block of tokens in one pass."""
 
 import dataclasses
 from typing import Any
@@ -93,7 +93,7 @@ class DSparkDrafts(DraftLayers):
 
         Args:
           model, cache, batch: as in `decode.drafts.Drafts.write`; the model is not used.
-          streams: [T, target layers, hidden] mean streams of the target layers at the batch's tokens.
+          streams: [T, target layers, hidden] means over the streams of the target layers, at the batch's tokens.
         """
         x = self.main_norm(self.main_proj(streams.reshape(streams.shape[0], -1)))
         rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.layers.slices()}

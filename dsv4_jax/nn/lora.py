@@ -24,8 +24,8 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# `_MODULES` names the attributes of a `DecoderLayer` that hold the linear maps which can have adapters. Compressors and
-# routed experts have other maps.
+# {submodule of a `DecoderLayer`: its attributes with linear maps that can have adapters}. Routed experts, routers and
+# `Compressor.key_proj` cannot have adapters.
 _MODULES = {
     "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
     "mlp.shared_experts": ("gate_up_proj", "down_proj"),

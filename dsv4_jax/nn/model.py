@@ -99,7 +99,7 @@ class DeepseekV4Model(nnx.Module):
             residual, carry, cache, recorded = self.layers(
                 residual, cache, batch, carry, tap_layers=targets, record=record
             )
-        with jax.named_scope("lm_head"):  # the end of the streams belongs to no layer
+        with jax.named_scope("lm_head"):  # no layer's scope includes the collapse of the final streams
             if self.hc_head is None:
                 collapsed, streams = residual.collapsed()
                 hidden = self.norm(collapsed)
@@ -232,8 +232,8 @@ class DeepseekV4ForCausalLM(nnx.Module):
 
         Returns:
           (hidden states [T, hidden]; inputs of the draft layers [T, n, hidden]; the updated cache). If `config.drafts`
-          has target layers, the inputs are the means over the residual streams that leave each of the n target layers.
-          Otherwise they are the n = hc_mult residual streams before the model's head.
+          has target layers, the inputs are the means over the residual streams that leave each of the n layers in
+          `config.tap_layers`. Otherwise they are the n = hc_mult residual streams before the model's head.
         """
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache

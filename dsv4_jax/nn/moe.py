@@ -40,6 +40,7 @@ class Router(nnx.Module):
         self.weight = normal(rngs, (experts, config.hidden_size))
 
         def draw(key, shape):
+            """Draws k different experts for each token id: consecutive ids from a random one on."""
             first_expert = jax.random.randint(key, (*shape[:-1], 1), 0, experts, jnp.int32)
             return (first_expert + jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)) % experts
 

@@ -26,7 +26,7 @@ def add_adapters(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T _"], ...]:
-    """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of several linear maps of x. A token has adapter i.
+    """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of linear maps of x, where i is the token's adapter.
 
     Gradients always come from "xla", whichever implementation computes the values.
 

@@ -14,7 +14,7 @@ from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
-# Programs that are traced in this context use this table of mailbox addresses, see `with_mailboxes`.
+# The table of mailbox addresses for sums that are traced within `with_mailboxes` or `use_mailboxes`; None elsewhere.
 _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 
 

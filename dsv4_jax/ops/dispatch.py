@@ -156,6 +156,7 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
 
     def backward(args, cotangents):
         values, pull = jax.vjp(reference, *layer_value(args))
+        # A result in whose place the reference returns None has no cotangent.
         cotangents = jax.tree.map(
             lambda value, cotangent: None if value is None else cotangent,
             values,
@@ -181,8 +182,8 @@ def why_not_local(args: Any) -> str | None:
     Local shards are the arrays of a function under `jax.shard_map`. In any other program over several devices, each
     device would gather all arrays and compute everything, because XLA cannot partition a kernel.
 
-    While a function is traced, the mesh of an array is known from the arguments of `jit` that it is computed from. The
-    option `in_shardings` of `jit` is not seen, so put the arguments on the mesh before the call.
+    While a function is traced, an array's mesh is that of the arguments of `jit` from which the array is computed. The
+    option `in_shardings` of `jit` does not count, so put the arguments on the mesh before the call.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.axis_types and all(kind == AxisType.Manual for kind in context.axis_types):

@@ -36,8 +36,8 @@ class CompressorWeights:
     """The parameters of a compressor, besides its projections.
 
     Attributes:
-      position_bias: [rate, width] float32, added to the gate by position in the window (`ape` in the release), or None;
-        an array or a `LayerSlice`.
+      position_bias: [rate, width] float32, an array or a `LayerSlice`. Row i is added to the gate of the i-th token of
+        a window (`ape` in the release). None = no bias.
       norm_weight: [D] float32 weight of the RMS norm; an array or a `LayerSlice`.
       inv_freq: [rope dims / 2] float32, radians per token.
       eps: epsilon of the RMS norm.
@@ -186,7 +186,7 @@ def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, m
     operands = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
     closing = _closing_tokens(state, slots, positions)
     count = closing.shape[0]
-    rows = None
+    rows = None  # index of the window that each token completes; None = window t belongs to token t
     if count < slots.shape[0]:
         rows = jnp.cumsum(_closes_window(state, slots, positions), dtype=jnp.int32) - 1
     options = {"count": count, "max_query_tokens": max_query_tokens, "layer": layer, "interpret": interpret}

@@ -41,11 +41,11 @@ class PrefillConfig:
     """
 
     min_tokens: int = 128  # minimum number of tokens
-    # A call may dequantize at most this number of entries, by default 272 MB. It makes room for all entries that its
-    # requests can have.
+    # Maximum number of entries for which a call makes room, by default 272 MB. The call makes room for `max_runs`
+    # requests, and for all entries that the block table of each can address.
     max_rows: int = (1 << 18) + (1 << 12)
-    # A call may dequantize at most this number of entries per token of the call. With more, it takes longer to write
-    # the entries than the prefill kernel saves.
+    # Maximum number of these entries per token of the call. With more, writing the entries takes more time than the
+    # prefill kernel saves.
     max_rows_per_token: int = 512
 
     def takes(self, kv: AttentionKV, tokens: int) -> bool:
@@ -110,8 +110,8 @@ def sparse_attention(
     kernel also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of
     the softmax, so that results differ by about one part in 2 ** 8.
 
-    The bits of a token's result depend on T, and on the number K of indices per token. Without indices, they depend on
-    the width of the block table instead of K. The bits never depend on the values of other tokens.
+    The bits of a token's result depend on T, and on the number K of columns of `kv.indices`. Without `kv.indices`, they
+    depend on the width of the block table instead of K. The bits never depend on the values of other tokens.
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.

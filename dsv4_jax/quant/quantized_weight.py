@@ -30,8 +30,8 @@ class QuantizedWeight:
     """Quantized matrices, which a parameter may hold in the place of an array: `nnx.Param(QuantizedWeight(...))`.
 
     Kernels read the codes and scales of all kinds but "FP8_ROWS". Other code reads `parameter[...]`, or `parameter[i]`
-    for matrices of a stack. If blocks have one row ("FP8_ROWS", "FP4"), `i` may also index the rows of a matrix. Such a
-    read dequantizes only the values that it returns, within the program that reads them.
+    for matrices of a stack. If blocks have one row ("FP8_ROWS", "FP4"), `i` may also index the rows of a matrix. Each
+    read dequantizes, within the program that reads, only the values that it returns.
 
     Attributes:
       codes: uint8 codes. "FP4": [..., out, in / 2] pairs of E2M1 codes, with the even input channel in the low nibble.
