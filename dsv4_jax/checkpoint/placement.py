@@ -137,10 +137,13 @@ class Staging:
         def blocks() -> Iterator[_Block]:
             for number, index in enumerate(np.ndindex(stack)):
                 values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
+                # `index` is the piece's index on the axes of `stack`. A shard has a part of the piece if the index lies
+                # within the shard's bounds on these axes.
                 for bounds, shard in shards.items():
                     if all(start <= i < end for i, (start, end) in zip(index, bounds, strict=False)):
                         part = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
                         target = shard[tuple(i - start for i, (start, _) in zip(index, bounds, strict=False))]
+                        # A part that a device can copy directly takes the place of the shard's buffer.
                         if direct := not stack and part.dtype == dtype and _can_be_source(part):
                             shards[bounds] = part
                         yield from _blocks(number, part, None if direct else target)
@@ -187,4 +190,5 @@ def _devices_by_shard(shape: tuple[int, ...], where: NamedSharding | None) -> di
 
 
 def _can_be_source(values: np.ndarray) -> bool:
+    """Returns whether `jax.device_put` can take an array as it is, and copies it also to a CPU device."""
     return values.flags.c_contiguous and values.ctypes.data % _ALIASED != 0

@@ -100,6 +100,7 @@ def random_model(
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
     draws = {}
+    # The ends of the paths of the tables that lie in host memory.
     on_host: tuple[str, ...] = () if host_tables is None else (ENGRAM_TABLE,)
     if expert_memory is not None:
         host_tables = expert_memory.tables

@@ -69,6 +69,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         experts=experts,
         chosen=config.num_experts_per_tok,
         expert_bytes=sum(matrices),
+        # All weights but the routed experts, their scales, the draft layers and the tables in host memory.
         other_bytes=other_weights + experts * slice_bytes - routed,
         read_rate=READ_RATES[gpu],
     )

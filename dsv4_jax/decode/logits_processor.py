@@ -140,6 +140,7 @@ class SlotRows:
         is_row = indices >= 0 if is_drawn is None else (indices >= 0) & is_drawn
         slots = jnp.where(is_row, batch.slots[tokens], num_slots)
         index = jnp.arange(count, dtype=jnp.int32)
+        # The rows of a slot are adjacent. `begins` has the index of the slot's first row, for each row.
         begins = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
         rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
         return cls(processor, rows, batch.token_ids[tokens[jnp.maximum(rows, 0)]])

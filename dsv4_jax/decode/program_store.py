@@ -75,8 +75,8 @@ class Program:
 class ProgramTable:
     """The programs of one model that this process has compiled or loaded.
 
-    The key of a program is its function, the shapes, dtypes and shardings of the arguments other than the model, and
-    the static arguments.
+    The key of a program is its function, the tree structure of the arguments other than the model, the shapes, dtypes
+    and shardings of their arrays, the static arguments, and the choice of `ops.use_implementation`.
 
     Attributes:
       compilations: number of programs compiled or loaded.

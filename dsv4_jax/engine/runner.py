@@ -155,6 +155,7 @@ class StepRunner:
         before = draw_step._cache_size()
         masks = self._token_masks(launched)
         output = draw_step(launched.logits, launched.batch, *launched.drawing, masks, self._processor)
+        # `draw_step` is no program of the model, so its compilations are added to `compilations` here.
         self._compilations_before -= draw_step._cache_size() - before
         output = dataclasses.replace(output, decisions=launched.decisions)
         return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)

@@ -107,7 +107,7 @@ def find_new_rows(
     """
     rows = _blank_rows(shards, max_blocks)
     published = after.numbers["published_blocks"][slots]
-    is_new = now["changed"] == 0
+    is_new = now["changed"] == 0  # no batch or copy has written rows of the request yet
     changed = np.flatnonzero(is_new | (published > now["published_blocks"])).tolist()
     if not changed:
         return rows

@@ -535,6 +535,7 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
+        # The maximum number of rejected drafts that the device may have written after the decoded tokens.
         overrun = 0 if self.schema.config.drafts is None else min(room - num_tokens, self.schema.max_query_tokens - 1)
         (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens + overrun]))
         numbers["length"] -= overrun

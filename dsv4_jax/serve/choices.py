@@ -92,7 +92,7 @@ class Choice:
                 tops = [(), *_pairs(request.prompt_top_logprobs)]
                 for (token, offset), logprob, top in zip(self.prompt, logprobs, tops, strict=True):
                     self.scored.append(ScoredToken(token, logprob, top, offset))
-            # `tops` ends with the tokens of this update. The engine may have added further tokens since.
+            # `tops` ends with the tokens of this update. `zip` drops tokens that the engine has added since.
             begin = request.prompt_length + self.num_generated
             tops = _pairs(request.top_logprobs[self.num_generated : update.num_generated])
             drawn = list(zip(request.tokens_from(begin), request.logprobs_from(begin), tops, strict=False))

@@ -249,6 +249,7 @@ class PrefixCache(Summarized):
         boundary = min(end // stride * stride, last)
         if state.length < parting < boundary and nodes[parting // block_tokens - 1].snapshot is None:
             return parting
+        # `spare` is the largest number of tokens that the chunk gives up to end at the boundary, by the rules 2 to 4.
         spare = end - state.length - 1 if boundary == last else (end - state.length) // 8 * (self.every is not None)
         return boundary if end - boundary <= spare else end
 
