@@ -48,6 +48,7 @@ def append_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _append_case(schema, tokens):
+    """Returns a case of `append_swa` that stores `tokens` window rows."""
     config = schema.config
     window = config.sliding_window
     slots = max(256, -(-tokens // window))
@@ -72,6 +73,7 @@ def _append_case(schema, tokens):
 
 
 def _norm_rope_case(schema, tokens, heads):
+    """Returns a case of `norm_rope_append`, the `_append_case` of so many tokens with `heads` query heads."""
     append = _append_case(schema, tokens)
     config = schema.config
     dim = config.head_dim
@@ -150,6 +152,16 @@ def attention_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _attention_case(schema, group, tokens, attended, entries, shared=0):
+    """Returns a case of `sparse_attention` for `tokens` requests with one token each.
+
+    Args:
+      schema: schema of the cache.
+      group: the layer's group.
+      tokens: number of tokens and of requests.
+      attended: number of entries that a token attends to.
+      entries: number of entries of a request.
+      shared: number of entries in the pool if requests share blocks, see `paged_view`.
+    """
     config = schema.config
     heads = config.num_attention_heads
     dim = config.head_dim
@@ -197,6 +209,7 @@ def flush_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _flush_case(schema, group, label, requests, tokens, closes):
+    """Returns a case of `flush` for the entries of a group of layers. The other arguments are as in `_FLUSH_SHAPES`."""
     rate = group.compress_rate
     has_state = group.pooled_rows > 1
     closed = int(closes) if tokens == 1 else tokens // rate  # number of windows that a request's tokens complete

@@ -61,6 +61,7 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _query_case(schema, tokens):
+    """Returns a case that rotates and rounds the index queries of `tokens` tokens."""
     config = schema.config
     key = group_with_keys(schema).key
     heads = config.index_n_heads

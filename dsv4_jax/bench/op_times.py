@@ -108,6 +108,7 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
 
 
 def _measure(case, calls, copy, read, matmul):
+    """Returns a case's result. `copy` and `read` are bytes a second, `matmul` is operations a second."""
     layers, inputs = case.make(calls)
     kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, layers[0], inputs[0])
     xla = timing.median_seconds(case, "xla", layers, inputs[: case.xla_calls])

@@ -55,6 +55,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 
 def _measure(config, options, report):
+    """Yields a result for each kind of layer, chunk and context, then those for all layers together."""
     # `measured` maps indices of layers to {(context, chunk): amounts of these layers, see `_amounts`}.
     measured: dict[tuple[int, ...], dict] = {(): {}}
     # `totals` maps (context, chunk) to [number of layers, the amounts, the floor], summed over all layers.

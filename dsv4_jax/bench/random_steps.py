@@ -174,6 +174,7 @@ def _program(function, args, **options):
 
 
 def _random_cache(schema):
+    """Returns the cache of `random_cache`, on a single device."""
     cache = KVCache.zeros(schema)
 
     def fill(pool, codec) -> Any:

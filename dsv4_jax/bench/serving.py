@@ -113,6 +113,7 @@ def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
 
 
 def _measure(config, workload, mesh):
+    """Yields the measurements without and then with a prefix cache."""
     model = CompiledModel(load_checkpoint(packaged_checkpoint(), mesh=mesh))
     replies = []
     for cached in (False, True):
@@ -130,6 +131,7 @@ def _measure(config, workload, mesh):
 
 
 def _engine(model, config, workload, cached, mesh):
+    """Returns an engine that can serve the workload, with a prefix cache if `cached` is True."""
     # There are twice the blocks that running requests can hold, so that half of them can hold cached prefixes.
     manager = KVCacheManager(
         config,
@@ -181,6 +183,7 @@ def _serve(engine, script):
 
 
 def _measurements(metrics, first_tokens, seconds):
+    """Returns the measurements of a served workload. `first_tokens` is as in `_serve`; `seconds` is the total time."""
     tokens_sent = sum(tokens for tokens, _ in first_tokens)
     waits = sorted(wait for _, wait in first_tokens)
     return {

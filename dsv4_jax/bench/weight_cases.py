@@ -150,6 +150,15 @@ def experts_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _experts_case(config, kind, tokens, inner, *, has_shared=False):
+    """Returns a case of `ops.experts`.
+
+    Args:
+      config: configuration of the model.
+      kind: key of `kinds` in `experts_cases`: the storage, and whether the experts are shards.
+      tokens: number of tokens.
+      inner: number of inner channels of an expert, or of its shard.
+      has_shared: whether the op also computes the shared expert.
+    """
     num_experts = config.n_routed_experts
     top_k = config.num_experts_per_tok
     hidden = config.hidden_size
@@ -203,6 +212,7 @@ def hyper_connections_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _hyper_connections_case(config, tokens):
+    """Returns a case of `ops.hyper_connections` for `tokens` tokens."""
     h = config.hc_mult
     width = config.hidden_size
     rows = (2 + h) * h
@@ -256,6 +266,7 @@ def router_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _router_case(config, tokens, *, hashed):
+    """Returns a case of `ops.router`, whose experts a table selects by token id if `hashed` is True."""
     experts = config.n_routed_experts
     width = config.hidden_size
     top_k = config.num_experts_per_tok

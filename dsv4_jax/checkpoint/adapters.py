@@ -65,7 +65,7 @@ def load_adapters(
     add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, dtype=dtype, place=False)
     views = parameter_views(model)
     for module, place in places.items():
-        if f"{place.path}.up" not in views:
+        if f"{place.path}.up" not in views:  # none of the files has this map
             continue
         for side, axis in {"down": 0, "up": 1}.items():
             view = views[f"{place.path}.{side}"]
@@ -138,9 +138,9 @@ def _places(model) -> dict[str, _Place]:
     for weight in weights(model.config, "module"):
         if weight.path in views and id(views[weight.path].variable) in variables:
             parent, _, name = weight.path.rpartition(".")
-            if name == "weight":
+            if name == "weight":  # of a `Linear`
                 place = _Place(f"{parent}.adapters", parent.rpartition(".")[2], weight.source_shape)
-            else:
+            else:  # the matrix `weights.NAME` of a `FusedLinear`
                 place = _Place(f"{parent.removesuffix('weights')}adapters.{name}", name, weight.source_shape)
             places[weight.sources[0].removesuffix(".weight")] = place
     return places

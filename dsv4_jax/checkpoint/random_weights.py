@@ -314,9 +314,11 @@ def _drawn(seeds, draws):
 
 
 def _draw_one(seed, draw):
+    """Returns the arrays of one draw, which each device makes from the seed and its index on the mesh."""
     axes = [] if draw.where is None else jax.tree.leaves(tuple(draw.where.spec))
 
     def local(seed):
+        """Returns this device's arrays."""
         for axis in axes:  # each shard has another seed
             seed = seed * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
         start = seed * np.uint32(2654435761)  # consecutive seeds have starts that are far apart

@@ -118,6 +118,7 @@ class _Session:
         return True
 
     def _obey(self, command, argument=None):
+        """Runs a command. Returns False if it ends the chat. Raises ValueError if there is no such command."""
         match command, argument:
             case "/quit", None:
                 return False
@@ -193,6 +194,7 @@ class _Session:
                 yield chunk
 
     def _open(self, path, body=None):
+        """Sends a request, with `body` as JSON if it is given. Returns the response; raises ValueError for an error."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:

@@ -289,6 +289,7 @@ def _parse_ids(text):
 
 
 def _print_table(report, format_name):
+    """Prints the JSON object of --json as a table."""
     tokens = len(report["tokens"])
     cache = report["cache_bytes"]
     total = cache["total"]

@@ -220,6 +220,7 @@ class _Device:
 
 
 def _print_report(report, one):
+    """Prints the JSON object of --json as text and tables. `one` is as for `PlanCommand._report`."""
     console = Console()
     context = report["context"]
     tokens = report["block_tokens"]

@@ -210,6 +210,7 @@ class ServeCommand(RandomModelOptions):
         return context
 
     def _engine(self, checkpoint, config, context, name):
+        """Returns the engine. Its programs are compiled while the weights are read, unless there are adapters."""
         from dsv4_jax.checkpoint import load_adapters
         from dsv4_jax.decode import CompiledModel
         from dsv4_jax.engine import Engine, PromptLookup

@@ -181,6 +181,7 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
     check_choice("model_type", model_type, *_TRAITS, reason=": no other model is known")
     is_v41 = model_type == "deepseek_v41"
     is_inference = is_v41 and has_inference_names
+    # {name in the inference code: name in the release's config.json}.
     aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()} if is_v41 else {}
     fields = dict(raw)
     text = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
@@ -436,8 +437,8 @@ def _integers(name: str, values: Any) -> list[int]:
 
 def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
     """Returns the specs of V4's layers, from `compress_ratios`, or from `layer_types` and `compress_rates`."""
-    types = {}
-    rates = {}
+    types = {}  # {field of config.json: kind of attention of each layer}
+    rates = {}  # {field of config.json: compression rate of each layer}
     if raw.get("compress_ratios") is not None:
         specs = [LayerSpec.of_ratio(ratio) for ratio in _ratios(raw, layers)]
         types["compress_ratios"] = tuple(spec.layer_type for spec in specs)
@@ -457,6 +458,7 @@ def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
 
 
 def _read_scaling(name: str, block: Any) -> RopeScaling | None:
+    """Returns YaRN's parameters from `block`, the object `name` of config.json; None if its type is "default"."""
     block = _object(name, block)
     kinds = {key: block[key] for key in ("type", "rope_type") if key in block}
     kind = _agree(f"{name}'s type", kinds or {"type": None})
@@ -478,9 +480,11 @@ def _read_scaling(name: str, block: Any) -> RopeScaling | None:
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `DSV4Config` about RoPE, from all formats that state them."""
+    # {field of `DSV4Config`: {place in config.json: the value there, or None}}.
     spellings = {name: {name: raw.get(name)} for name in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")}
+    # {place in config.json: the fraction of a head's channels that RoPE rotates, or None}.
     fractions = {"partial_rotary_factor": raw.get("partial_rotary_factor")}
-    scalings = {}
+    scalings = {}  # {place in config.json: YaRN's parameters there; None = no YaRN}
     if raw.get("rope_parameters") is not None:
         blocks = _object("rope_parameters", raw["rope_parameters"])
         for label, theta in (("main", "rope_theta"), ("compress", "compress_rope_theta")):

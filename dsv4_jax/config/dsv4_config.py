@@ -134,6 +134,7 @@ class DSV4Config:
         self._check_candidates()
 
     def _check_candidates(self):
+        """Checks the number and size of candidate blocks. They may be 0 only if no layer has `candidates`."""
         blocks = self.candidate_topk_blocks
         size = self.candidate_block_size
         least = int(any(spec.candidates is not None for spec in self.specs))

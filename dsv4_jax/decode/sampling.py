@@ -178,6 +178,8 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
     """
 
     def find():
+        """Returns the likeliest tokens of all rows."""
+
         def find_next(last, _):
             last_logit, last_id = last
             is_later = (logits < last_logit) | ((logits == last_logit) & (ids > last_id))

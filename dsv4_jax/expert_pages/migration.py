@@ -177,7 +177,7 @@ class ExpertMigration:
             _log.error("experts do not move any longer: %s", error)
             self._mover = None
         if self._mover is not None and self._mover.swaps:
-            if self._debt:
+            if self._debt:  # earlier moves have kept the GPU idle for too long; wait until `remap_share` allows more
                 return
             self._remap(self._mover, counts)
         elif self._steps < self.interval:

@@ -54,6 +54,7 @@ def add_adapters(
 
 
 def _add_xla(outputs, x, downs, ups, numbers, *, scales):
+    """Computes `add_adapters` with XLA."""
     is_chosen = numbers[:, None] == jnp.arange(len(scales))[None]
     factors = jnp.asarray(scales, jnp.float32)[None, None, :, None]
     added = []
@@ -78,6 +79,7 @@ def _multiply(x, matrix):
 
 
 def _add_kernel(outputs, x, downs, ups, numbers, *, scales, interpret):
+    """Computes `add_adapters` with kernels. For many rows of x, XLA multiplies by `downs`."""
     tokens = len(numbers)
     if tokens % kernels.ADAPTED_TOKENS or not 0 < tokens <= kernels.MAX_ADAPTED_TOKENS:
         raise PreferXla(f"the kernel is for few tokens, in multiples of {kernels.ADAPTED_TOKENS}, got {tokens}")

@@ -41,6 +41,7 @@ def max_runs(window: SWAView, tokens: int) -> int:
 
 
 def _find_runs(window, slots, positions):
+    """Returns the `_Runs` of a call, with the cached rows that lie before each run."""
     tokens = slots.shape[0]
     real = (slots >= 0) & (positions >= 0)
     begin, end = run_bounds(slots)

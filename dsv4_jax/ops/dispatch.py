@@ -155,6 +155,7 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
         return kernel(*args)
 
     def backward(args, cotangents):
+        """Returns the reference's gradients with respect to `args`."""
         values, pull = jax.vjp(reference, *layer_value(args))
         # A result in whose place the reference returns None has no cotangent.
         cotangents = jax.tree.map(

@@ -72,6 +72,7 @@ def experts(
 
 
 def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, interpret):
+    """Computes `experts` with the kernel for up to `MAX_PAIRS` pairs of a token and an expert, or that for more."""
     num_experts = gate_up.shape[0]
     (gate_up, down, shared), layer = layer_stacks((gate_up, down, shared))
     matrices = _for_kernel(gate_up), _for_kernel(down)
@@ -122,6 +123,7 @@ def _shared_expert(limit, x, gate_up, down, *, implementation):
 
 
 def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limit):
+    """Computes `experts` with XLA."""
     tokens, k = selected.shape
     num_experts = gate_up.shape[0]
     has_expert = (selected >= 0) & (selected < num_experts)

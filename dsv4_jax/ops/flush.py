@@ -83,6 +83,7 @@ class CompressorInputs(NamedTuple):
 
 
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
+    """Computes `flush` with a kernel, for all compressors together."""
     _check_bfloat16(dtype)
     stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
     operands = []
@@ -181,6 +182,7 @@ def flush(
 
 
 def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, max_query_tokens, interpret):
+    """Computes `pool_windows` with a kernel."""
     _check_bfloat16(dtype)
     (position_bias, norm_weight), layer = layer_stacks((weights.position_bias, weights.norm_weight))
     operands = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)

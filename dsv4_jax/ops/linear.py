@@ -160,6 +160,7 @@ def _activate(outputs, swiglu_limit):
 
 
 def _multiply(x, weight, spec):
+    """Returns the outputs of one weight, each rounded to its dtype."""
     outputs = spec.outputs(weight.shape[0])
     groups = spec.num_groups
     x, weight = same_dtype(x, weight[...] if isinstance(weight, QuantizedWeight) else weight)
@@ -183,6 +184,7 @@ def _rms_norm(x, weight, eps):
 
 
 def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limit=None):
+    """Computes `linear` or `linear_swiglu` with the kernels for FP8 weights, or with that for one bfloat16 weight."""
     if len(weights) > 1 or isinstance(layer_value(weights[0]), QuantizedWeight):
         options = {"spec": spec, "swiglu_limit": swiglu_limit, "interpret": interpret}
         return _quantized_kernel(x, weights, norm_weight, eps=eps, **options)

@@ -53,8 +53,12 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
 
 
 def _products(ids, multipliers):
-    """Multiplies ids [T, n] by n numbers, all uint32. Returns the products' words of 16 bits [T, n, 4], low first."""
+    """Multiplies ids [T, n] uint32 by n numbers below 2**63; the products are below 2**63, too.
+
+    Returns the four 16-bit words of each product, the low word first: [T, n, 4] uint32.
+    """
     factors = np.array([[number >> 16 * i & 0xFFFF for number in multipliers] for i in range(4)], np.uint32)[:, None, :]
+    # `columns[k]` sums the parts of the products that belong to the words k. These sums fit 32 bits.
     columns = [jnp.zeros_like(ids) for _ in range(5)]
     for i, part in enumerate((ids & 0xFFFF, ids >> 16)):
         for j in range(4 - i):

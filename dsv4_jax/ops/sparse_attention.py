@@ -57,6 +57,7 @@ class PrefillConfig:
 
 
 def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
+    """Computes `sparse_attention` with the prefill kernel, if the call is large enough, or with the decode kernel."""
     tokens, heads, _ = q.shape
     # A kernel can rotate the output back if all rotated channels lie in one warpgroup. Otherwise XLA rotates.
     in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0

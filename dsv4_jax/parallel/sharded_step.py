@@ -111,6 +111,8 @@ def sharded_update(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_shards(function, out_specs):
+    """Decorates a function of (cache, ..). `out_specs` is a function of the cache that returns its results' specs."""
+
     @functools.wraps(function)
     def call(cache: Any, *args: Any, **options: Any) -> Any:
         if (mesh := mesh_of(cache)) is None:

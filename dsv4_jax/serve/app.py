@@ -178,6 +178,8 @@ def _check_model(service: Service, name: str) -> None:
 
 
 def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the endpoint whose answers are of the class `kind`."""
+
     async def endpoint(request: Request) -> Response:
         service = _service(request)
         start = time.monotonic()

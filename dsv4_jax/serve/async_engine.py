@@ -187,6 +187,7 @@ class AsyncEngine:
     # --- The methods below run in the engine's thread. ---
 
     def _run(self):
+        """Compiles the programs, then runs commands and steps until `stop`. The thread's function."""
         try:
             self.engine.warm_up()
             self.metrics = self.engine.metrics
@@ -253,6 +254,7 @@ class AsyncEngine:
                 self._update(key, reason, error)
 
     def _step(self):
+        """Runs a step of the engine, and keeps an update for each request that got tokens or ended."""
         engine = self.engine
         try:
             outputs = engine.step()

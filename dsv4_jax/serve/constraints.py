@@ -66,6 +66,7 @@ def compile_form(
         raise ValueError("a continued message takes any text")
 
     def lark(enforce: _Enforce) -> str:
+        """Returns the grammar as text. `enforce` replaces the schemas in it."""
         rules = [r"ANY: /(.|\n)*/"]
         match kind:
             case "json_object":

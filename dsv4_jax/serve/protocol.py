@@ -71,6 +71,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_unused(cls, body: Any) -> Any:
+        """Removes null fields and fields without effect. Other unsupported fields stay, up to `_MAX_ERRORS` of them."""
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
@@ -485,6 +486,7 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
 
 
 def _explain(wrong: Mapping[str, Any]) -> str:
+    """Returns text that says which field is wrong, and why."""
     places = [part for part in wrong["loc"] if not str(part).startswith("<")]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in places).strip(".")[:_MAX_NAME]
     field = str(places[-1]) if places else ""

@@ -313,6 +313,7 @@ class PrefixFiles(Summarized):
             self._release(nbytes)
 
     def _write(self, layout, digests, arrays, used):
+        """Writes the files that do not exist yet. The arguments come from `save`; `arrays` is a list with one item."""
         written = 0
         try:
             # The list holds the only reference, so device memory is freed once the arrays are on the host.
