@@ -64,16 +64,16 @@ def _measure(tokens, width, mesh, mailboxes):
     for name, all_reduce in sums.items():
         _check_sum(name, shards, _on_devices(all_reduce, mesh, mailboxes)(shards))
     seconds = {name: _loop_seconds(call, shards, mesh, mailboxes) for name, call in sums.items()}
-    without = _loop_seconds(lambda x: x, shards, mesh, mailboxes)
-    net = {name: 1e6 * (total - without) for name, total in seconds.items()}
+    empty_loop_seconds = _loop_seconds(lambda x: x, shards, mesh, mailboxes)
+    microseconds = {name: 1e6 * (total - empty_loop_seconds) for name, total in seconds.items()}
     return {
         "op": "all_reduce",
         "shape": f"[{tokens}, {width}]",
         "implementation": best,
         "devices": devices,
-        "microseconds": net[best],
-        "xla_microseconds": net["xla"],
-        "times_xla": net["xla"] / net[best],
+        "microseconds": microseconds[best],
+        "xla_microseconds": microseconds["xla"],
+        "times_xla": microseconds["xla"] / microseconds[best],
         "loop_microseconds": 1e6 * seconds[best],
     }
 

@@ -37,12 +37,12 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
     start, _ = run_bounds(batch.slots)
     ring = cache.ngram_ids.shape[2]
-    back = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
-    source = batch.positions[:, None] - back
-    index = tokens[:, None] - back
-    stored = take(cache.ngram_ids, 0, batch.slots[:, None], source % ring)[..., 0]
+    distance = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
+    position = batch.positions[:, None] - distance
+    index = tokens[:, None] - distance
+    stored = take(cache.ngram_ids, 0, batch.slots[:, None], position % ring)[..., 0]
     ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
-    is_outside = (source < 0) | (ngrams == _IMAGE)
+    is_outside = (position < 0) | (ngrams == _IMAGE)
     ngrams = jnp.where(jax.lax.cummax(is_outside.astype(jnp.int32), axis=1) > 0, pad_id, ngrams)
     # The barrier orders the read above before the write below. Otherwise XLA copies the ring.
     ngrams, ids = jax.lax.optimization_barrier((ngrams, ids))

@@ -85,17 +85,17 @@ def read_request(
     for name, spec in schema.groups.items():
         rate = spec.compress_rate
         overlap = spec.overlap
-        opened = min_length // rate * rate
+        open_start = min_length // rate * rate
         groups[name] = PoolGroup()
         if boundary and not overlap:
             continue
         count = rate if boundary else schema.state_ring(name)
-        states, positions = _newest_rows(cache.groups[name].by_slot, slot, length, count, opened - rate * overlap)
+        states, positions = _newest_rows(cache.groups[name].by_slot, slot, length, count, open_start - rate * overlap)
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
             # The next entry pools only the first half of the channels of the window preceding the open one.
-            states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
+            states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= open_start), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")
 
@@ -179,20 +179,20 @@ def copy_request(
     target_blocks = _local_blocks(cache, target_blocks)
     across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on different devices
 
-    def copy(pool, to, index, across=None):
+    def copy(pool, to, index, axis=None):
         """Copies row `index` on axis 1 of a pool to row `to`; -1 = the row lies on another device."""
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
-        row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
+        row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), axis)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
-    def one(i, carry):
+    def copy_to_target(i, carry):
         by_slot, paged = carry
         by_slot = jax.tree.map(lambda pool: copy(pool, targets[i], source), by_slot)
         return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), paged)
 
     # Targets are written one after another, because a single scatter would hold all copies in memory.
-    by_slot, paged = jax.lax.fori_loop(0, count, one, (_slot_pools(cache), cache.paged))
+    by_slot, paged = jax.lax.fori_loop(0, count, copy_to_target, (_slot_pools(cache), cache.paged))
     to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
     cache = dataclasses.replace(
         cache,

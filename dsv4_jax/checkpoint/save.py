@@ -139,11 +139,11 @@ def write_checkpoint(
         with (folder / name).open("wb") as file:
             file.write(write_header(entries, {"format": "pt"}))
             for entry in entries:
-                missing = entry.nbytes
-                while missing:
+                bytes_left = entry.nbytes
+                while bytes_left:
                     array = np.ascontiguousarray(next(arrays))
-                    missing -= array.nbytes
-                    assert missing >= 0, entry
+                    bytes_left -= array.nbytes
+                    assert bytes_left >= 0, entry
                     file.write(array.reshape(-1).view(np.uint8).data)
                     advance(array.nbytes)
     if count > 1:

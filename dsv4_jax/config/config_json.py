@@ -451,8 +451,8 @@ def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
         for kind in sorted({*layer_types} - {SLIDING}):
             check(kind in rate_of, f"config.json lacks compress_rates.{kind}, which its layers need.")
             rate = check_whole(f"compress_rates.{kind}", rate_of[kind], 1, MAX_ROWS)
-            known = LayerSpec.of_ratio(rate).layer_type == kind
-            check(known, f"compress_rates.{kind}={rate}: CSA pools 4 tokens, HCA another number above 1. {_OTHERS}")
+            is_known = LayerSpec.of_ratio(rate).layer_type == kind
+            check(is_known, f"compress_rates.{kind}={rate}: CSA pools 4 tokens, HCA another number above 1. {_OTHERS}")
         rates["compress_rates"] = tuple(rate_of[kind] for kind in layer_types)
     return tuple(LayerSpec.of_ratio(rate) for rate in _agree("the layers' rates", rates))
 

@@ -240,8 +240,8 @@ def _run_backward(shape, saved, cotangents):
     floats, others, (_, adapters), chunks, caches = saved
 
     def step(carry, inputs):
-        total, of_cache = carry
-        cache, chunk, of_values = inputs
+        model_total, cache_cotangents = carry
+        cache, chunk, value_cotangents = inputs
         cache_floats, cache_others = _split(cache.fake_quantized())
 
         def outputs_of(floats, cache_floats):
@@ -250,15 +250,15 @@ def _run_backward(shape, saved, cotangents):
             return values, _split(after)[0]
 
         _, pull = jax.vjp(outputs_of, floats, cache_floats)
-        of_model, of_cache = pull((of_values, of_cache))
-        total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, of_model)
-        return (total, of_cache), None
+        model_cotangents, cache_cotangents = pull((value_cotangents, cache_cotangents))
+        model_total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), model_total, model_cotangents)
+        return (model_total, cache_cotangents), None
 
     cache = jax.tree.map(lambda x: x[0], caches).fake_quantized()
     zeros = jax.tree.map(jnp.zeros_like, _split(cache)[0])
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
-    (total, _), _ = jax.lax.scan(step, (total, zeros), (caches, chunks, cotangents), reverse=True)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), total, floats), None, None, None
+    model_total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
+    (model_total, _), _ = jax.lax.scan(step, (model_total, zeros), (caches, chunks, cotangents), reverse=True)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), model_total, floats), None, None, None
 
 
 _run.defvjp(_run_forward, _run_backward)

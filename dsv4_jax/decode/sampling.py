@@ -139,20 +139,20 @@ def sample(
         # The new arrays are constants of the program, so the compiler removes branches that are never taken.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    warm = sampling.temperature > 0
-    is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    is_random = sampling.temperature > 0
+    is_limited = is_random & ((sampling.top_k > 0) | (sampling.top_p < 1))
 
     def draw():
-        scaled = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+        scaled = logits / jnp.where(is_random, sampling.temperature, 1.0)[:, None]
         scaled = jax.lax.cond(jnp.any(is_limited), _keep_best, lambda logits, *_: logits, scaled, sampling)
 
         @jax.vmap
         def drawn(seed, position, row):
             return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
 
-        return jnp.where(warm, drawn(seeds, positions, scaled).astype(jnp.int32), best)
+        return jnp.where(is_random, drawn(seeds, positions, scaled).astype(jnp.int32), best)
 
-    return jax.lax.cond(jnp.any(warm), draw, lambda: best)
+    return jax.lax.cond(jnp.any(is_random), draw, lambda: best)
 
 
 def log_probabilities(
@@ -191,8 +191,10 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
         # loop could not, see `_keep_best`.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         shape = (logits.shape[0], 1)
-        none = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)
-        _, tokens = jax.lax.scan(find_next, none, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
+        before_first = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)
+        _, tokens = jax.lax.scan(
+            find_next, before_first, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED
+        )
         best, chosen = (x[:, :, 0].T for x in tokens)
         return TopLogprobs(chosen, best - norm[:, None])
 

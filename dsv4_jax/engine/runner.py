@@ -357,9 +357,11 @@ def _output_rows(fields, shards, num_tokens, decode_size):
     first_rows = shards.place_rows(slots, num_rows, decode_size)
     # On a device, indices of tokens in the batch and in the previous step's tokens count from the shard's first token.
     logits_indices = np.full((shards.count * decode_size,), -1, np.int32)
-    tokens = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
-    logits_indices[consecutive(first_rows, num_rows)] = tokens
-    drawn = sources >= 0
+    token_indices = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
+    logits_indices[consecutive(first_rows, num_rows)] = token_indices
+    has_source = sources >= 0
     earlier = np.full((num_tokens,), -1, np.int32)
-    earlier[consecutive(begins[drawn], counts[drawn])] = consecutive(sources[drawn] % decode_size, counts[drawn])
+    earlier[consecutive(begins[has_source], counts[has_source])] = consecutive(
+        sources[has_source] % decode_size, counts[has_source]
+    )
     return first_rows, logits_indices, earlier

@@ -110,8 +110,8 @@ class ExpertMemory:
         expert_bytes = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)
         total_bytes = experts * expert_bytes
         free = memory.free_bytes()
-        scales = total_bytes // CODES_PER_SCALE
-        room = free - scales - self.reserved_bytes if self.device_bytes is None else self.device_bytes
+        scale_bytes = total_bytes // CODES_PER_SCALE
+        room = free - scale_bytes - self.reserved_bytes if self.device_bytes is None else self.device_bytes
         if self.device_bytes is not None and min(room, total_bytes) > free:
             raise ValueError(f"experts may take {_gb(room)} of the GPU, of which {_gb(free)} are free. {_PREALLOCATED}")
         on_device = min(experts, max(room, 0) // expert_bytes)

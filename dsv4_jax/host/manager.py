@@ -465,25 +465,27 @@ class KVCacheManager(Summarized):
         states = table.states
         time = table.tick()
         missing = table.missing_blocks(slots, counts + reserve)
-        now = states.numbers[slots]
-        after = self._extended(now, counts)
+        before = states.numbers[slots]
+        after = self._extended(before, counts)
         after["num_blocks"] += missing
         after["changed"] = time
         # A block is published when the device's block table gets it. Only blocks that this step can reach are
         # published, which bounds the size of `new_blocks`.
-        after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
+        after["published_blocks"] = np.maximum(
+            before["published_blocks"], -(-(after["length"] + reserve) // block_tokens)
+        )
         # `max_blocks` bounds the number of new blocks in a shard. It has three terms: the blocks of `reserve` for each
         # slot, the blocks that the step's tokens would fill if they belonged to one request, and one block for each
         # slot, because the number of blocks of each request is rounded up.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
-        positions = layout.place(consecutive(now["length"], counts), -1)
+        positions = layout.place(consecutive(before["length"], counts), -1)
         growing = missing > 0
         needed = dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))
         with table.transaction(needed) as acquired:
             states = states.replaced(slots, after, acquired)
             arrays = {"token_ids": layout.place(ids, 0), "slots": layout.slots}
-            arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
+            arrays |= find_new_rows(self.shards, slots, before, states, max_blocks)
             batch = Batch(
                 positions=self.devices.put(positions, "tokens"),  # always a new array: it carries the batch's record
                 **self.devices.put_changed(arrays, "tokens"),

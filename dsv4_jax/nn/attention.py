@@ -97,18 +97,20 @@ class Attention(nnx.Module):
         self.o_b_proj = Linear(rank, config.hidden_size, axes=(None, "groups"), **options)
         self.sinks = normal(rngs, (config.num_attention_heads,), std=0.5, axes=("heads",))
         pools_keys = spec.owner and spec.key_compressor
-        keys = Compressor(config, layer, config.index_head_dim, **options) if pools_keys else None
-        self.compressor = Compressor(config, layer, config.head_dim, indexer=keys, **options) if spec.owner else None
+        key_compressor = Compressor(config, layer, config.index_head_dim, **options) if pools_keys else None
+        self.compressor = (
+            Compressor(config, layer, config.head_dim, indexer=key_compressor, **options) if spec.owner else None
+        )
         self.indexer = CSAIndexer(config, layer) if spec.selects else None
 
         inputs = {"q_a_proj": Projection(config.q_lora_rank), "kv_proj": Projection(config.head_dim)}
         latents = {"q_b_proj": Projection(width, axes=("heads",))}
-        for name, compressor in {"compressor": self.compressor, "indexer": keys}.items():
+        for name, compressor in {"compressor": self.compressor, "indexer": key_compressor}.items():
             if compressor is not None:
                 is_pooled = spec.compress_rate * (1 + spec.overlap) > 1
                 dtype = jnp.float32 if is_pooled else None
-                pooled = Projection(compressor.width, out_dtype=dtype, is_fp8=False)
-                inputs |= {f"{name}_kv_proj": pooled} | ({f"{name}_gate_proj": pooled} if is_pooled else {})
+                projection = Projection(compressor.width, out_dtype=dtype, is_fp8=False)
+                inputs |= {f"{name}_kv_proj": projection} | ({f"{name}_gate_proj": projection} if is_pooled else {})
         if spec.selects:
             inputs["indexer_weights_proj"] = Projection(config.index_n_heads, is_fp8=False)
             latents["indexer_q_b_proj"] = Projection(config.index_n_heads * config.index_head_dim)

@@ -79,7 +79,7 @@ class DeepseekV4Model(nnx.Module):
             batch.decisions.check(self.config, len(batch.positions))
         if batch.adapters is not None and not adapter_variables(self):
             raise ValueError("the batch has adapters, but the model has none: add them with add_adapters")
-        targets = self.config.tap_layers
+        tap_layers = self.config.tap_layers
         cache = cache.begin_step(batch)
         x = self.embed(batch)
         engram_rows = {}
@@ -92,12 +92,12 @@ class DeepseekV4Model(nnx.Module):
             stacked = [layer for loop in self.layers.loops for layer in loop.layers]
             modules = {layer.layer: layer.engram for layer in stacked if layer.engram is not None}
             x, engram_rows = look_up_ahead(modules, ngrams, x)
-        taps = jnp.zeros((len(targets), *x.shape), x.dtype) if targets else None
+        taps = jnp.zeros((len(tap_layers), *x.shape), x.dtype) if tap_layers else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         carry = StepCarry(engram_rows=engram_rows, taps=taps)
         with token_adapters(batch.token_adapters()):
             residual, carry, cache, recorded = self.layers(
-                residual, cache, batch, carry, tap_layers=targets, record=record
+                residual, cache, batch, carry, tap_layers=tap_layers, record=record
             )
         with jax.named_scope("lm_head"):  # no layer's scope includes the collapse of the final streams
             if self.hc_head is None:
@@ -106,11 +106,11 @@ class DeepseekV4Model(nnx.Module):
             else:
                 hidden, streams = self.hc_head.pre(residual, self.norm)
 
-        if targets:
+        if tap_layers:
             # A tap of a layer is stored by the next layer, which merges the layer's output into the streams. So the
             # last layer's tap is stored here.
-            if targets[-1] == len(self.layers) - 1:
-                carry = carry.with_tap(len(targets) - 1, streams)
+            if tap_layers[-1] == len(self.layers) - 1:
+                carry = carry.with_tap(len(tap_layers) - 1, streams)
             assert carry.taps is not None
             streams = carry.taps.swapaxes(0, 1)  # [n, T, hidden] -> [T, n, hidden]
         return hidden, streams, recorded, cache

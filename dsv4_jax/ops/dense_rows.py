@@ -92,8 +92,8 @@ def dense_rows(
         first_entry = runs.index * compressed.max_entries
         counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
         if kv.indices is not None:  # counts the indices up to the last one that is not -1
-            number = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
-            counts = jnp.max(jnp.where(kv.indices >= 0, number[None, :], 0), axis=1, initial=0)
+            ordinals = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
+            counts = jnp.max(jnp.where(kv.indices >= 0, ordinals[None, :], 0), axis=1, initial=0)
     metadata = jnp.stack([positions, runs.begin, past_end, first_entry], axis=1)
     return DenseRows(rows, entries, kv.indices, metadata, jnp.where(runs.real, counts, -1), window.window)
 

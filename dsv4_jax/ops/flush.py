@@ -308,27 +308,27 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
     """
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
-    back = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
-    source = position[:, None] - back
-    index = closing[:, None] - back
+    distance = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
+    row_position = position[:, None] - distance
+    index = closing[:, None] - distance
     in_call = (index >= run_start[:, None])[..., None]
-    ring = (jnp.broadcast_to(slot[:, None], source.shape), jnp.maximum(source, 0) % state.ring)
+    ring_index = (jnp.broadcast_to(slot[:, None], row_position.shape), jnp.maximum(row_position, 0) % state.ring)
 
-    def half(new, old):
+    def window_values(new, old):
         new = take(new, index)
-        old = take(old, state.layer, *ring)
+        old = take(old, state.layer, *ring_index)
         value = jnp.where(in_call, new, old)
         if not state.overlap:
             return value
         width = value.shape[-1] // 2
         return jnp.concatenate([value[:, :rate, :width], value[:, rate:, width:]], axis=1)
 
-    before_start = (source < 0)[..., None]
-    logits = jnp.where(before_start, -jnp.inf, half(gate, state.gate))
+    before_start = (row_position < 0)[..., None]
+    logits = jnp.where(before_start, -jnp.inf, window_values(gate, state.gate))
     # In rows without a window, all logits may be -inf. The softmax then has NaN derivatives, which no later mask
     # removes.
     logits = jnp.where((closing >= 0)[:, None, None], logits, 0.0)
-    values = jnp.where(before_start, 0.0, half(kv, state.kv))
+    values = jnp.where(before_start, 0.0, window_values(kv, state.kv))
     return _softmax_pool(logits, values)
 
 

@@ -245,13 +245,15 @@ class PrefixCache(Summarized):
         end_of_hits = min(end, len(tokens) - 1)  # a hit leaves at least one token to run
         nodes = self._nodes(tokens[:end_of_hits], salt, self.manager.shards.of(slot), state.cached_blocks)
         parting = len(nodes) * block_tokens // stride * stride
-        last = len(tokens) // stride * stride
-        boundary = min(end // stride * stride, last)
+        last_boundary = len(tokens) // stride * stride
+        boundary = min(end // stride * stride, last_boundary)
         if state.length < parting < boundary and nodes[parting // block_tokens - 1].snapshot is None:
             return parting
-        # `spare` is the largest number of tokens that the chunk gives up to end at the boundary, by the rules 2 to 4.
-        spare = end - state.length - 1 if boundary == last else (end - state.length) // 8 * (self.every is not None)
-        return boundary if end - boundary <= spare else end
+        if boundary == last_boundary:
+            max_cut = end - state.length - 1
+        else:
+            max_cut = (end - state.length) // 8 if self.every else 0
+        return boundary if end - boundary <= max_cut else end
 
     def observe(
         self,
