@@ -83,8 +83,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     config = measured_config(config, report)
     options.check(config)
     if not each_kind:
-        whole = config.num_hidden_layers
-        count = options.layers or (_max_layers(config, options) if options.expert_memory is None else whole)
+        num_layers = config.num_hidden_layers
+        count = options.layers or (_max_layers(config, options) if options.expert_memory is None else num_layers)
         layers = layer_slices.chosen_layers(config, count)
         label = layer_slices.numbers_label(layers)
         yield from _run(layer_slices.slice_config(config, layers), options, report, label)
@@ -93,8 +93,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     for layer in layer_slices.layer_kinds(config):
         layers = layer_slices.with_sources(config, [layer])
         label = layer_slices.numbers_label(layers) + (f" x {count}" if count > 1 else "")
-        kind = layer_slices.kind_config(config, layers, count)
-        for row in _run(kind, options, report, label, loop=options.mesh is not None):
+        small_config = layer_slices.kind_config(config, layers, count)
+        for row in _run(small_config, options, report, label, loop=options.mesh is not None):
             yield {"layer_type": config.specs[layer].layer_type} | row
 
 

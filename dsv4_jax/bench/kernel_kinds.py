@@ -88,6 +88,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
     kinds = {}
 
     def visit(lines: list[str]) -> None:
+        """Adds the launches of a computation and of the computations that it calls to `kinds`."""
         for line in lines[1:]:
             if match := _INSTRUCTION.match(line):
                 instruction, opcode, path = match.groups()

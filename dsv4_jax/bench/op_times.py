@@ -66,20 +66,20 @@ def chosen_cases(
       names: names of ops, keys of `CASES`.
       only: texts. Only cases whose label, "OP SHAPE", contains one of them are measured. Empty for all cases.
     """
-    gpu = jax.default_backend() == "gpu"
-    kinds = set()
+    on_gpu = jax.default_backend() == "gpu"
+    seen_kinds = set()
     packaged = read_config(packaged_checkpoint())
-    is_large = not gpu and config.kv_format == packaged.kv_format and config.hidden_size > packaged.hidden_size
+    is_large = not on_gpu and config.kv_format == packaged.kv_format and config.hidden_size > packaged.hidden_size
     for name in dict.fromkeys(names):
-        model = packaged if is_large and name in _READ_WEIGHTS else config
-        schema = CacheSchema(model, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
+        case_config = packaged if is_large and name in _READ_WEIGHTS else config
+        schema = CacheSchema(case_config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
         for case in CASES[name](schema):
             label = f"{case.op} {case.shape}"
             if only and not any(text in label for text in only):
                 continue
             kind = re.sub(r"\d+", "", label)
-            if gpu or (kind not in kinds and max(case.nbytes, case.layer_bytes) <= _MAX_CPU_BYTES):
-                kinds.add(kind)
+            if on_gpu or (kind not in seen_kinds and max(case.nbytes, case.layer_bytes) <= _MAX_CPU_BYTES):
+                seen_kinds.add(kind)
                 yield case
 
 

@@ -84,10 +84,10 @@ class StepCase:
         schema = steps.manager.schema
         mesh = steps.manager.mesh
         operations, nbytes, head = step_work(steps, self.context + (steps.tokens if steps.is_prefill else 0))
-        copy = report["copy_bytes_per_second"]
-        floor = nbytes / copy
+        copy_rate = report["copy_bytes_per_second"]
+        floor = nbytes / copy_rate
         if steps.is_prefill:
-            floor = max((nbytes - head) / copy, operations / report["matmul_operations_per_second"])
+            floor = max((nbytes - head) / copy_rate, operations / report["matmul_operations_per_second"])
         row: Row = {
             "layers": schema.config.num_hidden_layers,
             "requests": steps.requests,

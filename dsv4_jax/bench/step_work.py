@@ -68,8 +68,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
         nbytes += tree_bytes(weight) * reads * read_share
 
         if "layers" in path and not is_draft and len(weight.shape) > 2:
-            whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
-            values = math.prod(weight.shape) * tree_bytes(weight) / whole  # number of values in this device's shard
+            all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
+            values = math.prod(weight.shape) * tree_bytes(weight) / all_bytes  # number of values in this device's shard
             operations += 2 * rows * reads * values * (share if is_expert else 1)
     return round(operations), round(nbytes)
 

@@ -136,16 +136,16 @@ def experts_cases(schema: CacheSchema) -> Iterator[Case]:
     config = schema.config
     inner = config.moe_intermediate_size
     is_v41 = config.weight_block != WEIGHT_BLOCK
-    kinds = {"FP4": inner}
+    widths = {"FP4": inner}
     if not is_v41:
-        kinds["bfloat16"] = inner
+        widths["bfloat16"] = inner
     elif inner // 4 % 32 == 0:  # a quarter consists of whole blocks of values with one scale
-        kinds["FP4 / 4"] = inner // 4
-    for kind, width in kinds.items():
+        widths["FP4 / 4"] = inner // 4
+    for kind, width in widths.items():
         for tokens in (1, 8, 32, 128, 2048, 8192):
             yield _experts_case(config, kind, tokens, width)
     for tokens in (1, 8) if is_v41 else ():
-        for kind, width in kinds.items():
+        for kind, width in widths.items():
             yield _experts_case(config, kind, tokens, width, has_shared=True)
 
 
@@ -154,7 +154,7 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
 
     Args:
       config: configuration of the model.
-      kind: key of `kinds` in `experts_cases`: the storage, and whether the experts are shards.
+      kind: key of `widths` in `experts_cases`: the storage, and whether the experts are shards.
       tokens: number of tokens.
       inner: number of inner channels of an expert, or of its shard.
       has_shared: whether the op also computes the shared expert.

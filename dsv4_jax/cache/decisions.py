@@ -50,12 +50,13 @@ class Decisions(Summarized):
           config, max_context: as for `decision_types`.
         """
         fields = {}
-        for name, of_token in decision_types(config, max_context).items():
+        for name, struct in decision_types(config, max_context).items():
             items = [(layers, values[name]) for layers, values in recorded if name in values and name in names]
             if items:
+                # The recorded values are in the order of the loops. `order` sorts them by layer.
                 order = np.argsort([*itertools.chain.from_iterable(layers for layers, _ in items)])
-                ids = [_widened(values, of_token.shape[-1]) for _, values in items]
-                codes = encode_ids(jnp.concatenate(ids), of_token.dtype)
+                ids = [_widened(values, struct.shape[-1]) for _, values in items]
+                codes = encode_ids(jnp.concatenate(ids), struct.dtype)
                 fields[name] = codes[order].swapaxes(0, 1)
         return cls(**fields)
 

@@ -313,14 +313,15 @@ class LayerCacheHandle(Summarized):
         """
         arrays = *arrays, candidates
         tokens = self.batch.slots.shape[0]
-        size = max(1, MAX_SCORES // self._num_scores(candidates))
-        if tokens <= size:
+        tile_size = max(1, MAX_SCORES // self._num_scores(candidates))
+        if tokens <= tile_size:
             return function(self, *arrays)
 
         def split(x):
+            # The last tile is filled up with padding tokens, whose position and slot are -1.
             fill = 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1
-            padding = [(0, -tokens % size)] + [(0, 0)] * (x.ndim - 1)
-            return jnp.pad(x, padding, constant_values=fill).reshape(-1, size, *x.shape[1:])
+            padding = [(0, -tokens % tile_size)] + [(0, 0)] * (x.ndim - 1)
+            return jnp.pad(x, padding, constant_values=fill).reshape(-1, tile_size, *x.shape[1:])
 
         def run(tile):
             per_token, arrays = tile
@@ -392,22 +393,22 @@ class LayerCacheHandle(Summarized):
         compressed = None if self.spec.group is None else self.read_classical_view()
         kv = ops.AttentionKV(self.read_swa_view(), compressed, indices, self.pending)
         positions = self.batch.positions
-        block = self.batch.draft_block
-        if block:
+        draft_block = self.batch.draft_block
+        if draft_block:
             # Every token of a block sees the rows that the block's last token sees, so attention gets the position of
             # the last token. RoPE below rotates by the token's own position.
-            offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
-            positions = jnp.where(positions >= 0, positions + (block - 1) - offsets, -1)
+            offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % draft_block
+            positions = jnp.where(positions >= 0, positions + (draft_block - 1) - offsets, -1)
         out = ops.sparse_attention(
             q,
             sinks,
             kv,
             self.batch.slots,
             positions,
-            inv_freq=None if block else inv_freq,
+            inv_freq=None if draft_block else inv_freq,
             context_parallel=compressed is not None and self._is_sharded,
         )
-        if block and inv_freq is not None:
+        if draft_block and inv_freq is not None:
             out = ops.apply_rope(out, jnp.maximum(self.batch.positions, 0), inv_freq, inverse=True)
         if self.pending is None:
             return out, self

@@ -177,7 +177,8 @@ def copy_request(
     targets = _local_slots(cache, targets)
     source_block = _local_blocks(cache, source_block)
     target_blocks = _local_blocks(cache, target_blocks)
-    across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on different devices
+    # With context parallelism, a block and its copy may lie on different devices.
+    block_axis = "context" if cache.schema.context_parallel else None
 
     def copy(pool, to, index, axis=None):
         """Copies row `index` on axis 1 of a pool to row `to`; -1 = the row lies on another device."""
@@ -189,7 +190,7 @@ def copy_request(
     def copy_to_target(i, carry):
         by_slot, paged = carry
         by_slot = jax.tree.map(lambda pool: copy(pool, targets[i], source), by_slot)
-        return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), paged)
+        return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, block_axis), paged)
 
     # Targets are written one after another, because a single scatter would hold all copies in memory.
     by_slot, paged = jax.lax.fori_loop(0, count, copy_to_target, (_slot_pools(cache), cache.paged))
@@ -218,12 +219,12 @@ def read_blocks(
     Returns:
       {name of the group: PoolGroup} with only `entries` and `keys` set: [layers, n, entries per block, ...].
     """
-    order = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    block_indices = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
     blocks = _local_blocks(cache, blocks)
 
     def read(pool, rate):
         per_block = pool.shape[2]
-        entries = order[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)[None, :]
+        entries = block_indices[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)[None, :]
         live = (blocks >= 0)[:, None] & (entries < length // rate)
         return _keep(pool.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), live)
 

@@ -346,14 +346,14 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
       ValueError: the fixed bytes of all slots and one block exceed the budget.
     """
     empty = CacheSchema(config, num_blocks=0, **sizes)
-    fixed = empty.memory_bytes()
-    block = empty.block_bytes
-    if memory_bytes < fixed + block:
+    fixed_bytes = empty.memory_bytes()
+    bytes_per_block = empty.block_bytes
+    if memory_bytes < fixed_bytes + bytes_per_block:
         raise ValueError(
-            f"memory={memory_bytes} holds no block: {empty.max_requests} slots take {fixed} bytes "
-            f"({empty.bytes_per_request} each) and a block takes {block}; raise memory or lower max_requests"
+            f"memory={memory_bytes} holds no block: {empty.max_requests} slots take {fixed_bytes} bytes "
+            f"({empty.bytes_per_request} each) and a block takes {bytes_per_block}; raise memory or lower max_requests"
         )
-    return (memory_bytes - fixed) // block if block else empty.max_requests * empty.max_blocks
+    return (memory_bytes - fixed_bytes) // bytes_per_block if bytes_per_block else empty.max_requests * empty.max_blocks
 
 
 # A cache and a model that uses the cache must agree in these fields of a DSV4Config, and in `layers`.

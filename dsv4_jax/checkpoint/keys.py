@@ -185,6 +185,7 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     for path, release, dtype in _TOP:
         is_release = naming == "release" or (naming == "hybrid" and path == HEAD)
         yield from _weight(shapes, path, release if is_release else path, dtype)
+    # (prefix of the paths, prefix of the release's names, table of the parameters) of each part of the model.
     parts = [(f"model.layers.{layer}.", f"layers.{layer}.", _LAYER) for layer in range(config.num_hidden_layers)]
     parts += [(f"drafts.layers.{layer}.", f"mtp.{layer}.", _LAYER) for layer in range(config.num_draft_layers)]
     parts += [("drafts.", "mtp.0.", _DRAFT_INPUTS), ("drafts.", f"mtp.{config.num_draft_layers - 1}.", _DRAFT_OUTPUTS)]

@@ -279,11 +279,11 @@ class _Loader:
                     fill(whole[index], pieces, check)
                     continue
                 # `part` is the sharding of this weight alone, without the axes of layers.
-                part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
+                weight_sharding = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
                 is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
                 shape = indexed_shape(struct.shape, index)
                 threads = is_view or field is not None
-                value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
+                value = self._staging.place(pieces, shape, struct.dtype, weight_sharding, check, threads)
                 write_leaf(variable, field, value, index)
             if whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))

@@ -132,7 +132,9 @@ class Staging:
         """
         stack = shape[:-2] if len(pieces) > 1 else ()
         devices = _devices_by_shard(shape, where)
-        shards = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
+        shard_shapes = [[end - start for start, end in bounds] for bounds in devices]
+        # {bounds of a shard: its values, at first unset memory of the buffer}.
+        shards = dict(zip(devices, self._views(shard_shapes, dtype), strict=True))
 
         def blocks() -> Iterator[_Block]:
             for number, index in enumerate(np.ndindex(stack)):
@@ -150,9 +152,8 @@ class Staging:
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # A single thread can be slower than the disk.
-            collections.deque(
-                (pool.map if threads else map)(functools.partial(_fill_block, check=check), blocks()), maxlen=0
-            )
+            run = pool.map if threads else map
+            collections.deque(run(functools.partial(_fill_block, check=check), blocks()), maxlen=0)
             # A single thread is also too slow for several devices.
             puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))

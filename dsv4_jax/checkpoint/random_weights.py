@@ -199,11 +199,11 @@ def _selects(path, shape, config, skew, where):
       skew: see `random_model`.
       where: sharding of the bias or the table; None for the default device.
     """
-    experts, chosen = config.layer_experts(config.num_hidden_layers if path.startswith("drafts.") else 0)
-    shares = selection_shares(experts, chosen, skew)
+    num_experts, num_selected = config.layer_experts(config.num_hidden_layers if path.startswith("drafts.") else 0)
+    shares = selection_shares(num_experts, num_selected, skew)
     seed = zlib.crc32(path.encode())
-    ranks = np.random.default_rng(seed).permutation(experts)
-    if shape == (experts,):
+    ranks = np.random.default_rng(seed).permutation(num_experts)
+    if shape == (num_experts,):
         # A logit sums `hidden_size` products of a weight and a normed activation, whose standard deviation is 1. The
         # second argument is the standard deviation of this sum.
         selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]

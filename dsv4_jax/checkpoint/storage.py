@@ -125,6 +125,7 @@ def join_scales(
     tensors: dict[str, StoredTensor | QuantizedTensor] = dict(stored)
     problems = {}
     for name, tensor in stored.items():
+        # Skips tensors that are not quantized, and scales, which are handled with their codes.
         if not tensor.quantized or (name.endswith(".scale") and name.removesuffix("scale") + "weight" in stored):
             continue
         scale = stored.get(scale_name(name))

@@ -54,12 +54,12 @@ def _exit_at_interrupt():
         os._exit(130)
 
     def wait():
-        while os.read(read, 1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not end:
+        while os.read(read_end, 1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not end:
             pass
         end()
 
     signal.signal(signal.SIGINT, end)
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
     threading.Thread(target=wait, daemon=True).start()

@@ -74,20 +74,20 @@ class PlanCommand:
     def run(self) -> None:
         """Runs the command. Raises ValueError after a user's mistake."""
         memory = parse_bytes(self.memory)
-        given = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
+        given_bytes = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         option_checks.check_context(config, self.context, "--context")
         sizes = options.mesh_sizes(self, config)
         one = self._schema(config, self.context)
         kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}
-        weights = given or sum(kind["device"] for kind in kinds.values())
+        weights = given_bytes or sum(kind["device"] for kind in kinds.values())
         if weights > memory:
             raise ValueError(f"--weights {self.weights}: {weights} bytes are more than --memory {memory} bytes")
         experts = self._plan_experts(config, memory)
         if experts is not None:
             weights = experts["weights_bytes"]
-        holders = check_context_parallel(sizes, self.context_parallel)
-        report = self._report(config, one, memory, _Device(memory - weights, sizes.get("data", 1), holders))
+        devices_per_shard = check_context_parallel(sizes, self.context_parallel)
+        report = self._report(config, one, memory, _Device(memory - weights, sizes.get("data", 1), devices_per_shard))
         if kinds:
             report["weights"] = kinds
         if experts is not None:

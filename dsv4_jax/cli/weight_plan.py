@@ -54,7 +54,8 @@ def plan_weights(
     # Maps or layers that share an array have a path each. The array counts at one of these paths only.
     paths = {id(view.variable): path for path, view in sharded.items()}
     for path in paths.values():
-        row = report[next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))]
+        kind = next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))
+        row = report[kind]
         model = tree_bytes(whole[path].variable)
         device = tree_bytes(sharded[path].variable)
         row["model"] += model

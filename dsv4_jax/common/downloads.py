@@ -45,15 +45,16 @@ def parse_json(name: str, content: bytes) -> dict[str, Any]:
     """
     check_not_lfs_pointer(name, content)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{duplicate!r} appears twice")
         return result
 
     try:
-        parsed = json.loads(content, object_pairs_hook=unique)
+        parsed = json.loads(content, object_pairs_hook=unique_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: its JSON is broken (truncated?): {error}.") from None
     if not isinstance(parsed, dict):

@@ -84,14 +84,15 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorHeader, slice]], dict
     check_not_lfs_pointer(path, beginning)
     try:
         with safetensors.safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            lazy_tensors = {name: file.get_slice(name) for name in file.offset_keys()}
             metadata = file.metadata() or {}
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is truncated, damaged or no safetensors file: {error}.") from None
+    # The file holds the length of the header in 8 bytes, the header, and then the tensors one after another.
     start = 8 + int.from_bytes(beginning[:8], "little")
     tensors = {}
-    for name, values in slices.items():
-        tensor = TensorHeader(name, values.get_dtype(), tuple(values.get_shape()))
+    for name, lazy_tensor in lazy_tensors.items():
+        tensor = TensorHeader(name, lazy_tensor.get_dtype(), tuple(lazy_tensor.get_shape()))
         is_too_large = len(tensor.shape) > _MAX_AXES or max(tensor.shape, default=0) > _MAX_SIZE
         if tensor.dtype not in DTYPES or is_too_large:
             raise ValueError(

@@ -184,23 +184,24 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
     # {name in the inference code: name in the release's config.json}.
     aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()} if is_v41 else {}
     fields = dict(raw)
-    text = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
-    check_choice("text_config.model_type", text.get("model_type", "deepseek_v41_text"), "deepseek_v41_text")
+    text_fields = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
+    check_choice("text_config.model_type", text_fields.get("model_type", "deepseek_v41_text"), "deepseek_v41_text")
     # {name in the release's config.json: {name in this file: value}}. A file may state a fact under several names.
     facts: dict[str, dict[str, Any]] = {"num_key_value_heads": {"the inference code": 1}} if is_inference else {}
-    images = []
-    for prefix, part in (("", fields), ("text_config.", text)):
-        for key, value in part.items():
+    image_fields = []
+    for prefix, section in (("", fields), ("text_config.", text_fields)):
+        for key, value in section.items():
             if is_v41 and key.startswith("vision_"):
-                images.append(prefix + key)
+                image_fields.append(prefix + key)
             elif key not in _IRRELEVANT:
-                is_one_end = key == "eos_token_id" and value is not None and not isinstance(value, list)
-                facts.setdefault(aliases.get(key, key), {})[prefix + key] = [value] if is_one_end else value
-    if images:
-        names = ", ".join(sorted(images))
+                is_single_eos = key == "eos_token_id" and value is not None and not isinstance(value, list)
+                facts.setdefault(aliases.get(key, key), {})[prefix + key] = [value] if is_single_eos else value
+    if image_fields:
+        names = ", ".join(sorted(image_fields))
         _log.info("The model reads text only, so these fields of config.json are ignored: %s", names)
     facts["model_type"] = {"model_type": model_type}
     unified = {name: _agree(name, _stated(spellings) or spellings) for name, spellings in facts.items()}
+    # The inference code has a field for each of YaRN's parameters, in place of an object.
     if is_inference and unified.keys().isdisjoint(("rope_scaling", "rope_parameters")):
         yarn = {name: unified.pop(alias, None) for name, alias in _INFERENCE_YARN.items()}
         missing = [_INFERENCE_YARN[name] for name, value in yarn.items() if value is None]
@@ -244,7 +245,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     tied = raw.get("tie_word_embeddings") or False
     check(isinstance(tied, bool), f"tie_word_embeddings={tied!r} must be true or false")
     bos = raw.get("bos_token_id")
-    ends = raw.get("eos_token_id") or ()
+    eos_ids = raw.get("eos_token_id") or ()
     return {
         **rope,
         **numbers,
@@ -254,7 +255,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         "scoring_func": raw["scoring_func"],
         "tie_word_embeddings": tied,
         "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0, 2**31 - 1),
-        "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in ends),
+        "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in eos_ids),
     }
 
 
@@ -493,8 +494,8 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
             spellings[theta][f"{name}.rope_theta"] = block.get("rope_theta")
             fractions[f"{name}.partial_rotary_factor"] = block.get("partial_rotary_factor")
             scalings[name] = _read_scaling(name, block)
-        plain = scalings.pop("rope_parameters.main")
-        check(plain is None, "rope_parameters.main asks for YaRN; sliding layers have plain RoPE.")
+        main_scaling = scalings.pop("rope_parameters.main")
+        check(main_scaling is None, "rope_parameters.main asks for YaRN; sliding layers have plain RoPE.")
     block = raw.get("rope_scaling")
     if block is not None or not scalings:
         scalings["rope_scaling"] = None if block is None else _read_scaling("rope_scaling", block)

@@ -83,9 +83,9 @@ def logprobs(
     if adapters is None and names:
         adapters = jnp.full(lengths.shape, -1, jnp.int32)  # an engine's batches also hold -1 for "no adapter"
     elif names and not isinstance(adapters, jax.core.Tracer):
-        numbers = np.asarray(adapters)
-        if numbers.min(initial=-1) < -1 or numbers.max(initial=-1) >= len(names):
-            raise ValueError(f"adapters must be from -1 to {len(names) - 1}, got {numbers.tolist()}")
+        adapter_ids = np.asarray(adapters)
+        if adapter_ids.min(initial=-1) < -1 or adapter_ids.max(initial=-1) >= len(names):
+            raise ValueError(f"adapters must be from -1 to {len(names) - 1}, got {adapter_ids.tolist()}")
     return sharded_rows(functools.partial(_local_logprobs, shape), placed=1)(model, tokens, lengths, adapters)
 
 
@@ -175,13 +175,11 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
             if isinstance(module, LayerStack):
                 module.remat = True
     ids, slots, positions, targets = chunk
-    none = jnp.zeros((0,), jnp.int32)
+    empty = jnp.zeros((0,), jnp.int32)
     batch = Batch(
-        ids, positions, slots, new_blocks=none.reshape(0, 3), reset_slots=none, prefill=True, adapters=adapters
+        ids, positions, slots, new_blocks=empty.reshape(0, 3), reset_slots=empty, prefill=True, adapters=adapters
     )
     hidden, cache = run_model(model, cache, batch)
-    rows = shape.logits_rows
-    padding = -len(ids) % rows
 
     def score(group):
         hidden, targets = group
@@ -189,6 +187,8 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
 
     if remat:
         return jax.checkpoint(score)((hidden, targets)), cache
+    rows = shape.logits_rows
+    padding = -len(ids) % rows
     hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, rows, hidden.shape[1])
     values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, rows)))
     return values.reshape(-1)[: len(ids)], cache
@@ -249,8 +249,8 @@ def _run_backward(shape, saved, cotangents):
             values, after = _run_chunk(shape, _join(floats, others), before, chunk, adapters, remat=True)
             return values, _split(after)[0]
 
-        _, pull = jax.vjp(outputs_of, floats, cache_floats)
-        model_cotangents, cache_cotangents = pull((value_cotangents, cache_cotangents))
+        _, gradient_function = jax.vjp(outputs_of, floats, cache_floats)
+        model_cotangents, cache_cotangents = gradient_function((value_cotangents, cache_cotangents))
         model_total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), model_total, model_cotangents)
         return (model_total, cache_cotangents), None
 

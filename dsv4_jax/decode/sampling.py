@@ -138,7 +138,7 @@ def sample(
     if isinstance(sampling, SamplingParams):
         # The new arrays are constants of the program, so the compiler removes branches that are never taken.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_random = sampling.temperature > 0
     is_limited = is_random & ((sampling.top_k > 0) | (sampling.top_p < 1))
 
@@ -147,12 +147,12 @@ def sample(
         scaled = jax.lax.cond(jnp.any(is_limited), _keep_best, lambda logits, *_: logits, scaled, sampling)
 
         @jax.vmap
-        def drawn(seed, position, row):
+        def draw_row(seed, position, row):
             return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
 
-        return jnp.where(is_random, drawn(seeds, positions, scaled).astype(jnp.int32), best)
+        return jnp.where(is_random, draw_row(seeds, positions, scaled).astype(jnp.int32), likeliest)
 
-    return jax.lax.cond(jnp.any(is_random), draw, lambda: best)
+    return jax.lax.cond(jnp.any(is_random), draw, lambda: likeliest)
 
 
 def log_probabilities(
@@ -181,6 +181,7 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
         """Returns the likeliest tokens of all rows."""
 
         def find_next(last, _):
+            """Finds the token after `last`, by falling logits and, among equal logits, by rising ids."""
             last_logit, last_id = last
             is_later = (logits < last_logit) | ((logits == last_logit) & (ids > last_id))
             id = jnp.argmax(jnp.where(is_later, logits, -jnp.inf), axis=-1, keepdims=True).astype(jnp.int32)

@@ -59,8 +59,8 @@ class StepRunner:
         count = device_drafts.count
         # `_no_tokens` takes the place of `LaunchedStep.tokens` if there is no previous step.
         rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
-        none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
-        self._no_tokens = manager.devices.put(none, "tokens")
+        no_tokens = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
+        self._no_tokens = manager.devices.put(no_tokens, "tokens")
         self._processor: LogitsProcessor | None = None  # holds the states of all slots
         self.forget_logits_states()
         self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())
@@ -128,14 +128,14 @@ class StepRunner:
         first_rows, logits_indices, sources = _output_rows(
             field_bytes, self._manager.shards, len(batch.slots), self.decode_size
         )
-        options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
+        logprob_options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
         sampling, seeds, adapters = self._parameters(schedule.requests)
-        arrays = (logits_indices, sources, (sampling, seeds, options), adapters)
+        arrays = (logits_indices, sources, (sampling, seeds, logprob_options), adapters)
         logits_indices, sources, drawing, adapters = self._manager.devices.put_changed(arrays, "tokens")
         if adapters is not None:
             batch = dataclasses.replace(batch, adapters=adapters)
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
-        wants_top = options is not None and bool(options.wants_top)
+        wants_top = logprob_options is not None and bool(logprob_options.wants_top)
         launched = LaunchedStep(schedule, batch, first_rows, begins, (logits_indices, *drawing), wants_top)
         self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)

@@ -68,20 +68,20 @@ def find_layout(
     num_tokens = np.frombuffer(counts, int)
     per_shard = [int(num_tokens[shards.of(slot_of) == shard].sum()) for shard in range(shards.count)]
     largest = max(per_shard)
-    size = shards.slots if decode_size is None else decode_size
+    shard_size = shards.slots if decode_size is None else decode_size
     prefill = bool(num_tokens.max() > max_query_tokens)
     if prefill_size is None:
-        if largest > size:
-            size = 1 << (largest - 1).bit_length()  # the next power of two
-    elif prefill or largest > size:
-        size = prefill_size
+        if largest > shard_size:
+            shard_size = 1 << (largest - 1).bit_length()  # the next power of two
+    elif prefill or largest > shard_size:
+        shard_size = prefill_size
         prefill = True
-        if largest > size:
+        if largest > shard_size:
             where = shards.where(per_shard.index(largest))
             raise ValueError(f"{prefill_size=} is less than the step's {largest} tokens{where}")
-    begins = shards.place_rows(slot_of, num_tokens, size)
+    begins = shards.place_rows(slot_of, num_tokens, shard_size)
     indices = consecutive(begins, num_tokens)
-    token_slots = np.full((shards.count * size,), -1, np.int32)
+    token_slots = np.full((shards.count * shard_size,), -1, np.int32)
     token_slots[indices] = np.repeat(slot_of % shards.slots, num_tokens)
     for array in (begins, indices, token_slots):
         array.flags.writeable = False  # `lru_cache` returns the same arrays again for later batches

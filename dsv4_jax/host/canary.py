@@ -51,10 +51,10 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
     if not nodes:
         return
     sums = block_sums(devices, cache, [node.block for node in nodes])
-    for node, now in zip(nodes, sums, strict=True):
+    for node, new_sums in zip(nodes, sums, strict=True):
         start = node.length - devices.schema.block_tokens
         what = f"block {node.block} (tokens {start} to {node.length - 1})"
-        _check(reader, what, "it was cached", node.sums, now)
+        _check(reader, what, "it was cached", node.sums, new_sums)
 
 
 def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:

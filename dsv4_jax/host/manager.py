@@ -100,21 +100,21 @@ class KVCacheManager(Summarized):
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
             check_whole("num_blocks", num_blocks, 1)
-        shape = {} if mesh is None else mesh.shape
+        mesh_shape = {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
-            check_shardable(config, shape)
-            check_divisible(shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        devices_per_shard = check_context_parallel(shape, context_parallel, num_blocks or 0)
+            check_shardable(config, mesh_shape)
+            check_divisible(mesh_shape, max_requests=max_requests, num_blocks=num_blocks or 0)
+        devices_per_shard = check_context_parallel(mesh_shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
-            num_shards = shape.get(DATA_AXIS, 1)
+            num_shards = mesh_shape.get(DATA_AXIS, 1)
             slots = max_requests // num_shards
             fields: dict[str, Any] = {"max_requests": slots, "context_parallel": context_parallel, **sizes}
             budget = compute_block_budget(config, parse_bytes(memory), **fields)
-            shard = CacheSchema(config, 0, **fields)
-            # `full` is the number of blocks on a device if the requests in all slots have the maximum length.
-            full = -(-slots * shard.max_blocks // devices_per_shard)
-            num_blocks = num_shards * devices_per_shard * min(budget, full)
+            shard_schema = CacheSchema(config, 0, **fields)
+            # Number of blocks on a device if the requests in all slots have the maximum length.
+            full_blocks = -(-slots * shard_schema.max_blocks // devices_per_shard)
+            num_blocks = num_shards * devices_per_shard * min(budget, full_blocks)
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema(
@@ -122,7 +122,7 @@ class KVCacheManager(Summarized):
         )
         self.devices = CacheDevices(self.schema, mesh)
         self.shards = self.devices.shards
-        self.requests = RequestTable(self.schema, self.shards, shape.get(MODEL_AXIS, 1) if context_parallel else 1)
+        self.requests = RequestTable(self.schema, self.shards, mesh_shape.get(MODEL_AXIS, 1) if context_parallel else 1)
 
     def _summary(self) -> Summary:
         words = f"{len(self.slots)} requests", f"{self.free_blocks:,} free blocks", *self.schema.words()
@@ -583,12 +583,12 @@ class KVCacheManager(Summarized):
                 f"{state.length - base.min_length} can be forgotten; truncate goes further"
                 + (f"; the {not_run} tokens of batches that did not run can all be taken back" if not_run else "")
             )
-        full = length // self.schema.block_tokens
-        if self.requests.is_shared(state.blocks[full:]):
+        num_full = length // self.schema.block_tokens
+        if self.requests.is_shared(state.blocks[num_full:]):
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: the block of position {length} is shared; use truncate"
             )
-        state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:full])
+        state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:num_full])
         step_order.commit_length(self.requests, slot, state)
 
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
@@ -620,18 +620,18 @@ class KVCacheManager(Summarized):
         if not parent.length:
             raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
         slots = table.find_slots(n, self.shards.of(slot))
-        full, partial = divmod(parent.length, self.schema.block_tokens)
-        shared = parent.blocks[:full]
-        with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
+        num_full, num_partial = divmod(parent.length, self.schema.block_tokens)
+        shared = parent.blocks[:num_full]
+        with table.transaction(dict.fromkeys(slots, int(num_partial > 0))) as copies:
             table.allocator.share(shared * n)
-            cached_blocks = parent.cached_blocks[:full]
+            cached_blocks = parent.cached_blocks[:num_full]
             states = {
                 child: dataclasses.replace(
                     parent, blocks=shared + copies[child], cached_blocks=cached_blocks, admitted=0
                 )
                 for child in slots
             }
-            partial_block = parent.blocks[full] if partial else -1
+            partial_block = parent.blocks[num_full] if num_partial else -1
             new_cache = self._copy_request(cache, slot, states, partial_block, copies)
             step_order.record_write(table, cache, new_cache, states)
         return slots, new_cache
@@ -676,13 +676,13 @@ class KVCacheManager(Summarized):
                 start = nodes[-1].length
                 snapshot = nodes[-1].snapshot
         min_length = min(start, state.min_length)
-        full, partial = divmod(start, self.schema.block_tokens)
-        end = full + bool(partial)
-        written = state.blocks[full:end]  # the last kept block if it is not full, else nothing
+        num_full, num_partial = divmod(start, self.schema.block_tokens)
+        end = num_full + bool(num_partial)
+        written = state.blocks[num_full:end]  # the last kept block if it is not full, else nothing
         with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
-            blocks = state.blocks[:full] + (copies[slot] if copies else written)
+            blocks = state.blocks[:num_full] + (copies[slot] if copies else written)
             table.allocator.release((written if copies else []) + state.blocks[end:])
-            cached_blocks = state.cached_blocks[:full]
+            cached_blocks = state.cached_blocks[:num_full]
             state = dataclasses.replace(
                 state, length=start, min_length=min_length, blocks=blocks, cached_blocks=cached_blocks
             )

@@ -162,12 +162,12 @@ def resume(
     with table.transaction({slot: table.blocks_for(length)}) as acquired:
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
-        new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
+        new_cache = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
         # If this cache's rings have fewer spare rows than the request's earlier cache, it can be rewound less far.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, weights=offloaded.weights)
-        record_write(table, cache, new, {slot: state})
-    return slot, new
+        record_write(table, cache, new_cache, {slot: state})
+    return slot, new_cache
 
 
 def identity(schema: CacheSchema, key: str) -> dict[str, str]:

@@ -81,7 +81,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
         choices.append(LayerRun(first, 1, 1))
         results = []
         for run in choices:
-            periods, count, rest = best[run.stop]
-            results.append((run.period + periods, 1 + count, (run, *rest)))
+            later_periods, num_runs, later_runs = best[run.stop]
+            results.append((run.period + later_periods, 1 + num_runs, (run, *later_runs)))
         best[first] = min(results, key=lambda result: result[:2])
     return best[start][2]

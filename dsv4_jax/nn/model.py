@@ -89,9 +89,9 @@ class DeepseekV4Model(nnx.Module):
                     f"a model with Engram needs a KVCache, which keeps earlier tokens' ids; got {type(cache)}"
                 )
             ngrams, cache = advance_ngrams(cache, batch, self.token_map.get_value())
-            stacked = [layer for loop in self.layers.loops for layer in loop.layers]
-            modules = {layer.layer: layer.engram for layer in stacked if layer.engram is not None}
-            x, engram_rows = look_up_ahead(modules, ngrams, x)
+            layer_modules = [layer for loop in self.layers.loops for layer in loop.layers]
+            engrams = {layer.layer: layer.engram for layer in layer_modules if layer.engram is not None}
+            x, engram_rows = look_up_ahead(engrams, ngrams, x)
         taps = jnp.zeros((len(tap_layers), *x.shape), x.dtype) if tap_layers else None
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
         carry = StepCarry(engram_rows=engram_rows, taps=taps)
@@ -215,15 +215,15 @@ class DeepseekV4ForCausalLM(nnx.Module):
         """
         if unknown := sorted({*names} - {*RECORDED}):
             raise ValueError(f"names={unknown} are not recorded; known: {', '.join(RECORDED)}")
-        count = self.config.num_hidden_layers
-        if unknown := sorted({*(layers or ())} - {*range(count)}):
-            raise ValueError(f"layers={unknown} must be from 0 to {count - 1}")
+        num_layers = self.config.num_hidden_layers
+        if unknown := sorted({*(layers or ())} - {*range(num_layers)}):
+            raise ValueError(f"layers={unknown} must be from 0 to {num_layers - 1}")
         hidden, _, recorded, cache = self.model(cache, batch, record=names)
         chosen: dict[str, dict[int, Shaped[Array, ...]]] = {name: {} for name in names}
-        for numbers, values in recorded:
+        for layer_indices, values in recorded:
             for name in chosen.keys() & values.keys():
                 chosen[name] |= {
-                    layer: values[name][i] for i, layer in enumerate(numbers) if layers is None or layer in layers
+                    layer: values[name][i] for i, layer in enumerate(layer_indices) if layers is None or layer in layers
                 }
         return hidden, chosen, cache
 

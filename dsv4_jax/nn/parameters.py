@@ -162,6 +162,7 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
       index: index of the part, as in `ParameterView`.
     """
     array = get_leaf(variable, field)
+    # `new` lacks the axes on which `index` is a number, such as the axis of layers.
     axes = tuple(axis for axis, place in enumerate(index) if not isinstance(place, slice))
     new = jnp.expand_dims(new, axes)
     if isinstance(array, jax.ShapeDtypeStruct):

@@ -31,10 +31,10 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh | AbstractMesh, *, expert_par
     def place(path, parameter):
         name = ".".join(map(str, path))
         value = parameter.get_value()
-        where = parameter_sharding(parameter, mesh, expert_parallel)
+        sharding = parameter_sharding(parameter, mesh, expert_parallel)
         if isinstance(value, QuantizedWeight):
-            check_blocks(name, value.shape, value.kind, where)
-        return parameter.replace(jax.tree.map(lambda _: where, value))
+            check_blocks(name, value.shape, value.kind, sharding)
+        return parameter.replace(jax.tree.map(lambda _: sharding, value))
 
     return nnx.merge(graph, nnx.map_state(place, state))
 

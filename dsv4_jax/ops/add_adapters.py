@@ -93,13 +93,13 @@ def _add_kernel(outputs, x, downs, ups, numbers, *, scales, interpret):
         stacks, layer = layer_stacks(downs)
         matrices = [down.reshape(*down.shape[:-3], num_adapters * rank, depth) for down in stacks]
         spec = kernels.LinearSpec((num_adapters * rank,) * len(matrices))
-        inners = kernels.bfloat16_linear(rows, *matrices, layer=layer, spec=spec, interpret=interpret)
+        down_products = kernels.bfloat16_linear(rows, *matrices, layer=layer, spec=spec, interpret=interpret)
     else:
-        inners = [_multiply(rows, down.reshape(-1, depth)) for down in layer_value(downs)]
+        down_products = [_multiply(rows, down.reshape(-1, depth)) for down in layer_value(downs)]
     ups, layer = layer_stacks(ups)
     return kernels.add_adapters(
         outputs,
-        [inner.reshape(tokens, -1) for inner in inners],
+        [product.reshape(tokens, -1) for product in down_products],
         [up.reshape(*up.shape[:-2], num_adapters * rank) for up in ups],
         numbers,
         jnp.asarray(np.repeat(np.float32(scales), rank)),

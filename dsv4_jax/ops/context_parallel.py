@@ -73,7 +73,7 @@ def attend_to_shards(
 
     sums, largest, totals = map(to_owners, partial_results)
     sink = sinks[None, :]
-    overall = jnp.maximum(jnp.max(largest, axis=0), sink)
-    factor = jnp.exp(largest - overall[None])
-    total = jnp.sum(totals * factor, axis=0) + jnp.exp(sink - overall)
+    largest_of_all = jnp.maximum(jnp.max(largest, axis=0), sink)
+    factor = jnp.exp(largest - largest_of_all[None])
+    total = jnp.sum(totals * factor, axis=0) + jnp.exp(sink - largest_of_all)
     return round_to(jnp.sum(sums * factor[..., None], axis=0) / total[..., None], q.dtype)

@@ -156,7 +156,7 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
 
     def backward(args, cotangents):
         """Returns the reference's gradients with respect to `args`."""
-        values, pull = jax.vjp(reference, *layer_value(args))
+        values, gradient_function = jax.vjp(reference, *layer_value(args))
         # A result in whose place the reference returns None has no cotangent.
         cotangents = jax.tree.map(
             lambda value, cotangent: None if value is None else cotangent,
@@ -164,12 +164,12 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
             cotangents,
             is_leaf=lambda value: value is None,
         )
-        pulled = pull(cotangents)
+        gradients = gradient_function(cotangents)
         # The cotangent of a LayerSlice belongs to its `value`. Its `stack` and `layer` have no cotangents.
         return jax.tree.map(
             lambda arg, cotangent: LayerSlice(cotangent, None, None) if isinstance(arg, LayerSlice) else cotangent,
             args,
-            pulled,
+            gradients,
             is_leaf=lambda arg: isinstance(arg, LayerSlice),
         )
 

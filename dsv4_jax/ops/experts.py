@@ -144,6 +144,7 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
         def multiply(x, weight):
             return _ragged_linear(x, weight[...], sizes)
 
+    # Row i below is of pair `order[i]`, that is of token `order[i] // k`, until the rows return to the pairs' order.
     gate, up = jnp.split(multiply(x[order // k], gate_up), 2, axis=1)
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
     y = multiply(round_to(inner, x.dtype), down)

@@ -52,6 +52,7 @@ def linear(
     weights = weight if isinstance(weight, tuple) else (weight,)
     _check(x, weights, spec, norm)
     if len(weights) > 1 and not _fit_one_launch(x, weights):
+        # Each matrix gets a call of its own, and the calls' tuples of outputs are joined.
         options = {"norm": norm, "implementation": implementation}
         return sum((linear(x, *weight_and_spec, **options) for weight_and_spec in _split_spec(spec, weights)), ())
     norm_weight, eps = norm or (None, 0.0)

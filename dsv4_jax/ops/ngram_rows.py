@@ -45,7 +45,8 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
     moduli = jnp.asarray(primes, jnp.uint32).reshape(1, n - 1, -1)
     rows = jnp.zeros((), jnp.uint32)
     for word in reversed(range(4)):
-        # A remainder is less than 2**24, so that with another byte it still fits into 32 bits.
+        # Long division, from the highest byte to the lowest. `rows` is the remainder so far, less than 2**24, so that
+        # with another byte it still fits into 32 bits.
         for byte in (words[..., word] >> 8, words[..., word] & 0xFF):
             rows = ((rows << 8) + byte) % moduli
     offsets = np.cumsum([0, *primes[:-1]])

@@ -154,6 +154,7 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
 
     def attend(token):
+        """Returns the output of one token. `token` holds its item of each of `inputs`."""
         q, slots, positions, tokens, starts, indices = jax.tree.map(lambda x: x[None], token)
         rows, valid = window_rows(window, slots, positions, tokens, starts, new_kv, q.dtype)
         valid = valid & with_window

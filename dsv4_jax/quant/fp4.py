@@ -94,11 +94,11 @@ def encode_nvfp4(
     """
     groups = in_blocks(x, NVFP4_GROUP)
     amax = jnp.max(jnp.abs(groups), axis=-1)
-    scale = encode_e4m3(amax * jnp.float32(1 / (E2M1_MAX * global_scale)))
-    step = decode_e4m3(scale) * jnp.float32(global_scale)
+    scale_bits = encode_e4m3(amax * jnp.float32(1 / (E2M1_MAX * global_scale)))
+    step = decode_e4m3(scale_bits) * jnp.float32(global_scale)
     per_step = jnp.where(step > 0, 1 / jnp.where(step > 0, step, 1.0), 0.0)
     codes = encode_e2m1(groups * per_step[..., None])
-    return pack_fp4(codes.reshape(x.shape)), scale
+    return pack_fp4(codes.reshape(x.shape)), scale_bits
 
 
 def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
@@ -119,9 +119,9 @@ def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows ha
     """
     groups = in_blocks(x, NVFP4_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), E2M1_MAX * _MIN_ENTRY_SCALE)
-    scale = encode_e4m3(amax * jnp.float32(1 / E2M1_MAX))
-    codes = e2m1_codes(groups, decode_e4m3(scale)[..., None]).astype(jnp.uint8)
-    return pack_fp4(codes.reshape(x.shape)), scale
+    scale_bits = encode_e4m3(amax * jnp.float32(1 / E2M1_MAX))
+    codes = e2m1_codes(groups, decode_e4m3(scale_bits)[..., None]).astype(jnp.uint8)
+    return pack_fp4(codes.reshape(x.shape)), scale_bits
 
 
 def decode_nvfp4(

@@ -54,9 +54,9 @@ def encode_fp8_block(
     """
     blocks = in_blocks(x, block)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), 1e-4)
-    scale = e8m0_ceil(amax * jnp.float32(1 / E4M3_MAX))
-    codes = encode_e4m3(blocks * e8m0_reciprocal(scale)[..., None])
-    return codes.reshape(x.shape), scale
+    scale_bits = e8m0_ceil(amax * jnp.float32(1 / E4M3_MAX))
+    codes = encode_e4m3(blocks * e8m0_reciprocal(scale_bits)[..., None])
+    return codes.reshape(x.shape), scale_bits
 
 
 def decode_fp8_block(codes: UInt8[Array, "*rows N"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:

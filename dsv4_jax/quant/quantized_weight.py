@@ -68,13 +68,13 @@ class QuantizedWeight:
         shape = padded.shape[-2] // block_rows, block_rows, padded.shape[-1] // block_columns, block_columns
         blocks = padded.reshape(*leading, *shape)
         exponents = _exponents(xp, xp.abs(blocks).max(axis=(-3, -1)), E2M1_MAX if kind == "FP4" else E4M3_MAX)
-        reciprocals = ((127 - exponents) << 23).view(np.float32)
+        reciprocals = ((127 - exponents) << 23).view(np.float32)  # 2**-exponent: these are the bits of its float32
         scaled = (blocks * reciprocals[..., :, None, :, None]).reshape(padded.shape)[..., :rows, :columns]
         if kind != "FP4":
             codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         else:
             codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) if xp is np else encode_e2m1(scaled)
-            codes = codes[..., 0::2] | codes[..., 1::2] << 4
+            codes = codes[..., 0::2] | codes[..., 1::2] << 4  # a byte holds two codes, the first in its low half
         return cls(codes, (exponents + 127).astype(np.uint8), kind, values.dtype)
 
     @property

@@ -209,9 +209,9 @@ async def _read(request: Request, limit: int) -> bytes:
     Raises:
       APIError: the body has another type, is too long, does not arrive in time or is incomplete.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise APIError(415, f"Content-Type is {kind[:100]!r}, it must be application/json")
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise APIError(415, f"Content-Type is {content_type[:100]!r}, it must be application/json")
     too_long = APIError(413, f"the body is longer than {limit} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

@@ -80,8 +80,8 @@ def compile_form(
         if is_required:  # the prompt ends where the calls begin
             forms = ["calls"]
         elif tools:  # calls may follow any text, or stand in place of a form
-            before = r"/(.|\n)*</" if kind == "text" else r'"\n\n<"'
-            forms.append(rf'{before} dsml "{tags.block}>\n" calls')
+            before_calls = r"/(.|\n)*</" if kind == "text" else r'"\n\n<"'
+            forms.append(rf'{before_calls} dsml "{tags.block}>\n" calls')
         if tools:
             rules += [f"dsml: <[{ids[CALL_TOKEN]}]> {_quote(tags.gap)}", *_call_rules(tools, tags, strict, enforce)]
         start = f"ANY <[{ids['</think>']}]> answer" if prompt[-1] == ids.get("<think>") else "answer"
@@ -185,13 +185,15 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
     moved = _moved(schema)
     additional = moved.get("additionalProperties", True)
     properties = moved.get("properties")
-    needed = moved.get("required")
+    required = moved.get("required")
     properties = properties if isinstance(properties, dict) else {}
-    needed = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
-    for name in [*properties, *(name for name in needed if name not in properties)]:
+    required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    # A required name without a schema of its own gets the schema of additional properties.
+    for name in [*properties, *(name for name in required if name not in properties)]:
         value = properties.get(name, additional)
-        if value is not False or name in needed:
-            yield name, _alone(value, moved), name in needed
+        if value is not False or name in required:
+            yield name, _alone(value, moved), name in required
+    # Only a schema without properties allows parameters of any name.
     if not properties and additional is not False:
         yield None, _alone(additional, moved), False
 
@@ -225,6 +227,7 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
         return strings, (schema | {"enum": values} if values else None)
     if not _may_be_string(schema):
         return [], schema
+    # Other types than strings are written as JSON.
     json_schema = None if schema.get("type") == "string" else schema
     if not is_strict or keys <= {"type"}:
         return ["string"], json_schema

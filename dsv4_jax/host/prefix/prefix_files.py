@@ -514,25 +514,25 @@ class StoredPrefixes:
         Returns:
           The prefix; None if no such prefix has more than `min_blocks` blocks.
         """
-        path: list[bytes] = []
+        usable: list[bytes] = []
         for digest in itertools.islice(digests, room):
-            if len(path) >= len(nodes) and not self.files.exists(self._blocks, digest):
+            if len(usable) >= len(nodes) and not self.files.exists(self._blocks, digest):
                 break
-            path.append(digest)
-        while len(path) > min_blocks:
-            has_snapshot, snapshot = self.files.read(self._snapshots, path[-1:])
+            usable.append(digest)
+        while len(usable) > min_blocks:
+            has_snapshot, snapshot = self.files.read(self._snapshots, usable[-1:])
             if not has_snapshot:
-                path.pop()
+                usable.pop()
                 continue
-            on_disk = path[len(nodes) :]
-            count, blocks = self.files.read(self._blocks, on_disk)
-            if count == len(on_disk):
-                self.files.metrics.hit_tokens += count * self._devices.schema.block_tokens
+            on_disk = usable[len(nodes) :]
+            num_read, blocks = self.files.read(self._blocks, on_disk)
+            if num_read == len(on_disk):
+                self.files.metrics.hit_tokens += num_read * self._devices.schema.block_tokens
                 now = time.time_ns()
-                self.files.touch(self._blocks, path, used=now)
-                self.files.touch(self._snapshots, path[-1:], used=now)
-                return FoundBlocks(nodes[: len(path)], on_disk, blocks, snapshot)
-            del path[len(nodes) + count :]  # the blocks that follow a damaged or missing file are of no use
+                self.files.touch(self._blocks, usable, used=now)
+                self.files.touch(self._snapshots, usable[-1:], used=now)
+                return FoundBlocks(nodes[: len(usable)], on_disk, blocks, snapshot)
+            del usable[len(nodes) + num_read :]  # the blocks that follow a damaged or missing file are of no use
         return None
 
     def warm_up(self, cache: KVCache) -> None:
