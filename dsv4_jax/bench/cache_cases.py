@@ -275,6 +275,7 @@ def _flush_in_halves(state, weights, projections, slots, positions, implementati
 
 
 def _compressor_weights(config, group, codec):
+    """Returns the parameters of the group's compressor for rows of `codec`, as draws."""
     layer = group.layers[0]
     bias = normal_float32(group.compress_rate, codec.dim * (1 + group.overlap))
     return ops.CompressorWeights(

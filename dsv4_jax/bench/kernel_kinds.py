@@ -106,6 +106,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
 
 
 def _kind(scopes):
+    """Returns the kind of a kernel. `scopes` are the named scopes of its instruction, the outermost first."""
     if any(ALL_REDUCE in scope for scope in scopes):
         return ALL_REDUCE
     # Scopes are nested. The outermost one names the part of the model that an instruction belongs to.

@@ -170,6 +170,7 @@ def _begin_step(_, cache, batch):
 
 
 def _program(function, args, **options):
+    """Returns the program for a call of a jitted function, from the store or newly compiled."""
     return find_program(function, args, options) or compile_program(function, args, options)
 
 

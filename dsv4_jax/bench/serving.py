@@ -208,4 +208,5 @@ def _measurements(metrics, first_tokens, seconds):
 
 
 def _compiled(model):
+    """Returns the number of programs compiled so far: those of the model, and those of `MOVES`."""
     return model.compilations + sum(program._cache_size() for program in MOVES)

@@ -59,6 +59,7 @@ def print_rows(
 
 
 def _cell(text, row):
+    """Returns the text of a cell; an empty text if the row lacks a field of the format."""
     try:
         return text.format(**row)
     except KeyError:

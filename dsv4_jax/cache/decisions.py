@@ -154,4 +154,5 @@ def _code_dtype(count):
 
 
 def _widened(ids, width):
+    """Pads ids [..., n] at the end with -1 to [..., width]."""
     return jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])], constant_values=-1)

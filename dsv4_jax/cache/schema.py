@@ -364,6 +364,7 @@ _CONFIG_FIELDS = (
 
 
 def _config_differences(mine, other, name):
+    """Returns text about how the configuration `other` differs from `mine` in what a cache depends on."""
     differences = _differences(mine, other, _CONFIG_FIELDS, name)
     if differences or mine.layers == other.layers:
         return differences
@@ -372,6 +373,7 @@ def _config_differences(mine, other, name):
 
 
 def _differences(mine, other, fields, name):
+    """Returns text about the fields in which `other`, which the text calls `name`, differs from `mine`."""
     pairs = {field: (getattr(other, field), getattr(mine, field)) for field in fields}
     return "; ".join(f"{field} is {a} in the {name}, {b} in the cache" for field, (a, b) in pairs.items() if a != b)
 

@@ -349,4 +349,5 @@ class _Loader:
 
 
 def _read_part(read, part):
+    """Reads a stored array, and returns the part of it at the index `part`."""
     return read()[part]

@@ -89,6 +89,7 @@ def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Itera
 
 
 def _fill_block(block: _Block, check: Check | None) -> None:
+    """Copies the values of a block to its target, if there is one, and checks them."""
     number, values, target = block
     if target is not None:
         with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity

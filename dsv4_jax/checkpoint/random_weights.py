@@ -152,6 +152,7 @@ def _make_variables(draws, on_host, host_tables):
 
 
 def _first_rows(table):
+    """Returns the struct of a table's first rows, up to `MAX_ROWS`, which are the rows that are drawn."""
     *layers, rows, columns = table.shape
     return table.update(shape=(*layers, min(rows, MAX_ROWS), columns))
 
@@ -353,10 +354,12 @@ def _normal(words, shape, dtype, mean):
 
 
 def _bytes(words, shape):
+    """Returns random bytes, uint8."""
     return words(shape).astype(jnp.uint8)
 
 
 def _scales(words, shape):
+    """Returns random E8M0 bits 119 and 120, the scales 2**-8 and 2**-7."""
     return 119 + _bytes(words, shape) % 2
 
 

@@ -135,6 +135,7 @@ class ModelOptions:
         return load_checkpoint(checkpoint, config, weights=weights, progress=progress, **arguments)
 
     def _expert_memory(self, schema, step_tokens):
+        """Returns the ExpertMemory that --expert-memory asks for; None without the option."""
         if (size := options.expert_bytes(self.expert_memory, self.mesh)) is None:
             return None
         from dsv4_jax.expert_pages import ExpertMemory, program_bytes

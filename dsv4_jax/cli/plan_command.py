@@ -271,6 +271,7 @@ def _rows(one):
 
 
 def _fields(name, struct):
+    """Returns text such as "A KV row: 448 (nope) + 128 (rope) + 8 (scale) = 584 bytes"."""
     fields = [(field, value.size * value.dtype.itemsize) for field, value in vars(struct).items() if value is not None]
     sizes = " + ".join(f"{size} ({field})" for field, size in fields if size)
     return f"{name}: {sizes} = {sum(size for _, size in fields)} bytes"

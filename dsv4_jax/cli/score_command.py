@@ -160,6 +160,7 @@ def _collect(steps, rows, sizes):
 
 
 def _print_table(means, bits, total):
+    """Prints a line for each row. `bits` are the bits per byte of text, or None."""
     table = Table("row", "tokens scored", "mean log-likelihood", "perplexity", *[] if bits is None else ["bits a byte"])
     for row, mean in enumerate(means):
         cells = [str(row), str(total - 1), f"{mean:.4f}", f"{math.exp(-mean):.3f}"]

@@ -31,7 +31,8 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 _MAX_AXES = 32
-_MAX_SIZE = 2**48  # maximum size of an axis; NumPy allows not much more, even if another axis is 0
+# Maximum size of an axis. The limit of NumPy is not much higher, and also holds for arrays with an axis of size 0.
+_MAX_SIZE = 2**48
 
 
 @dataclasses.dataclass(frozen=True)

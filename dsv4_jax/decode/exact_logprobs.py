@@ -228,6 +228,7 @@ def _run(shape, floats, others, sequences, chunks):
 
 
 def _run_forward(shape, floats, others, sequences, chunks):
+    """Returns the result of `_run`, and the values that `_run_backward` needs."""
     values, caches = _scan(shape, floats, others, sequences, chunks, keep=True)
     return values, (floats, others, sequences, chunks, caches)
 

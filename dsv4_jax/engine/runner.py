@@ -317,7 +317,7 @@ class StepRunner:
     def _compile(self, cache, launched, masks, function, args, options):
         """Compiles the program of a step.
 
-        Without a mesh, also runs `draw_step` if that program draws the step's tokens, so that it is compiled.
+        If `draw_step` draws the step's tokens, it is run on zeros, so that it is compiled, too; not on a mesh.
         """
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:

@@ -378,6 +378,7 @@ class Scheduler:
         return Schedule.of(requests, tokens, start=starts, num_scored=num_scored, samples=samples, is_prefill=True)
 
     def _fits(self, request, num_tokens):
+        """Returns whether a shard has room for a request, whose cached prefix needs none."""
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens, salt=request.params.prefix_salt)
         return self.manager.fits(num_tokens)

@@ -131,7 +131,7 @@ class MLP(nnx.Module):
 
 
 def _is_plain(module, kind):
-    """Returns whether a module is of this class, not of a subclass, and has no adapters."""
+    """Returns whether a module is of the class `kind`, not of a subclass, and has no adapters."""
     return type(module) is kind and module.adapters is None
 
 

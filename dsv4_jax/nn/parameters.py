@@ -83,7 +83,7 @@ class ParameterView:
 
 
 def _of_scales(place, rows):
-    """Converts an item of an index into codes to one into scales. Only a slice changes: a scale is for `rows` rows."""
+    """Converts an item of an index of codes to that of their scales, each of which is for a block of `rows` rows."""
     return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
 
 

@@ -83,6 +83,7 @@ def _is_sharded():
 
 
 def _table(row):
+    """Returns this device's index, its mailbox's address and all mailboxes' addresses, each as two uint32 halves."""
     return jnp.concatenate([row, jax.lax.all_gather(row[1], MODEL_AXIS)]).reshape(-1)
 
 

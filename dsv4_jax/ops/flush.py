@@ -121,6 +121,7 @@ def _windows(state, kv, gate, position_bias, norm_weight, eps):
 
 
 def _with_entries(operands, pool, inv_freq):
+    """Returns the operands with those that the kernel needs to store entries in `pool`."""
     return dataclasses.replace(
         operands,
         inv_freq=inv_freq,
@@ -246,6 +247,7 @@ def _with_states(state, kv, gate):
 
 
 def _closes_window(state, slots, positions):
+    """Returns [T] bool, whether each token completes a window."""
     return (slots >= 0) & (positions >= 0) & ((positions + 1) % state.compress_rate == 0)
 
 
@@ -261,6 +263,7 @@ def _closing_tokens(state, slots, positions):
 
 
 def _closed_windows(state, values, closing, slots, positions):
+    """Returns ClosedWindows with these values for the windows that the tokens `closing` complete."""
     entries = jnp.where(closing >= 0, take(positions, closing) // state.compress_rate, -1)
     return ClosedWindows(values, take(slots, closing), entries)
 

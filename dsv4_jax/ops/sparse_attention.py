@@ -193,7 +193,12 @@ def _softmax_sums(q, rows, valid, least=LOWEST):
 
 
 def _merge_splits(sums, stats):
-    """Combines the KV splits of `attention_sums`. Returns the arrays of `_softmax_sums` with an axis of tokens."""
+    """Combines the KV splits of `attention_sums`. Returns the arrays of `_softmax_sums` with an axis of tokens.
+
+    Args:
+      sums: [T, splits, H, D] sums of weighted rows.
+      stats: [T, splits, 2, H] largest scores, in units of log(2), and sums of weights.
+    """
     largest = stats[:, :, 0]
     totals = stats[:, :, 1]
     overall = jnp.max(largest, axis=1)

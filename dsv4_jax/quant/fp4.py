@@ -27,8 +27,8 @@ def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
     Ties go to even codes. Values beyond +-6 become +-6.
 
-    Values are compared with the midpoints of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A cast could go through
-    another type and round twice on some backends.
+    Values are compared with the midpoints of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A cast is not used, because
+    some backends would cast by way of another type, and so round twice.
     """
     return e2m1_codes(x).astype(jnp.uint8)
 

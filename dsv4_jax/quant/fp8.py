@@ -16,7 +16,7 @@ MXFP8_BLOCK = 32  # channels of a window row of DeepSeek-V4.1 that share a scale
 
 
 def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Rounds float32 values to E4M3 bits, ties to even. Values are first clipped to +-448, as casts can return NaN."""
+    """Rounds float32 values to E4M3 bits, ties to even. Values beyond +-448, whose casts can be NaN, become +-448."""
     codes = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return lax.bitcast_convert_type(codes, jnp.uint8)
 

@@ -182,6 +182,7 @@ class AsyncEngine:
         self._send(self._end, None, "error", error)
 
     def _send(self, command, *args):
+        """Queues a command for the engine's thread."""
         self._commands.put(functools.partial(command, *args))
 
     # --- The methods below run in the engine's thread. ---
@@ -227,6 +228,7 @@ class AsyncEngine:
                 self._add(key)
 
     def _add(self, key):
+        """Adds a request to the engine. If that fails, the error is the request's final update."""
         generation, index = key
         try:
             self._running[generation._adds[index]()] = key
@@ -234,6 +236,7 @@ class AsyncEngine:
             self._update(key, "error", error)
 
     def _stop(self):
+        """Ends all requests, and then the thread."""
         self._stopping = True
         self._end(None, "cancelled")
 
@@ -272,6 +275,7 @@ class AsyncEngine:
             self._update(key, request.finish_reason, request.error, request)
 
     def _update(self, key, finish_reason, error=None, request=None):
+        """Keeps an update until `_deliver`. With a request's first update, its followers start."""
         _, index = key
         num_generated = 0 if request is None else request.num_generated
         self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))
@@ -280,6 +284,7 @@ class AsyncEngine:
             self._add(follower)
 
     def _deliver(self):
+        """Passes the kept updates to the event loop's thread."""
         updates = self._updates
         self._updates = []
         if updates and not self._loop.is_closed():

@@ -241,6 +241,7 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
 
 
 def _parameter(name: str | None, is_string: bool, value: str) -> str:
+    """Returns the grammar's text for a parameter with a value, closing tag included. The name None = any name."""
     end = f'" string="{str(is_string).lower()}">'
     if name is not None:
         return rf'"<" dsml {_quote(f'parameter name="{name}{end}')} {value} "\n"'
@@ -248,6 +249,7 @@ def _parameter(name: str | None, is_string: bool, value: str) -> str:
 
 
 def _may_be_string(schema: Schema) -> bool:
+    """Returns whether a schema may allow strings. A reference counts as a schema without strings."""
     if not isinstance(schema, dict):
         return schema is True
     kinds = schema.get("type")
@@ -258,8 +260,10 @@ def _may_be_string(schema: Schema) -> bool:
 
 
 def _close(tag: str) -> str:
+    """Returns the grammar's text for a closing tag."""
     return f'"</" dsml {_quote(tag + ">")}'
 
 
 def _quote(text: str) -> str:
+    """Returns a text as a literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)

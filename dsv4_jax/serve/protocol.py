@@ -110,10 +110,12 @@ class StreamOptions(_Body):
 
 
 def _listed(stop: Any) -> Any:
+    """Returns a list of stop strings, also for a single one."""
     return [stop] if isinstance(stop, str) else stop
 
 
 def _greedy_if_tiny(temperature: Any) -> Any:
+    """Returns 0 for a temperature below the smallest that the engine takes."""
     return 0.0 if isinstance(temperature, float) and 0 < temperature < 1e-5 else temperature
 
 
@@ -158,6 +160,7 @@ class GenerationBody(_Body):
 
 
 def _as_prompts(prompt: Any) -> Any:
+    """Returns a list of prompts, also for a single prompt, which is text or a list of token ids."""
     is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
     return [prompt] if is_one else prompt
 

@@ -305,6 +305,7 @@ class PrefixFiles(Summarized):
     # --- in the writer's thread ---
 
     def _guarded(self, function, *args, nbytes=0):
+        """Runs a job of the writer's thread. Logs its error, and takes `nbytes` off the bytes that wait."""
         try:
             function(*args)
         except Exception as error:
