@@ -55,6 +55,7 @@ def _append_case(schema, tokens):
     request_tokens = 1 if tokens <= slots else window
 
     def owners(rng):
+        """Returns the slot of each token; the tokens of a request are adjacent."""
         return rng.permutation(slots)[: tokens // request_tokens].repeat(request_tokens)
 
     def positions(rng):
@@ -218,6 +219,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
+        """Returns the view of a compressor's state, as draws."""
         values = normal_float32(1, requests, group.pooled_rows, width) if has_state else None
         return ops.StateView(values, values, np.array(0), rate, group.overlap)
 

@@ -209,6 +209,7 @@ def paged_view(
     view = IndexerView if isinstance(codec, KeyCodec) else ClassicalView
 
     def make(rng):
+        """Makes the view."""
         if shared:
             block_ids = np.concatenate([rng.permutation(shared // block_entries)[:count] for count in block_counts])
         else:

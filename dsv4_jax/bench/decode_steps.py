@@ -204,6 +204,7 @@ def _max_layers(config, options):
     """Returns the number of layers whose weights fit the device's memory together with the largest cache."""
 
     def exceeds(count):
+        """Returns whether a model of `count` layers does not fit."""
         few = layer_slices.slice_config(config, layer_slices.chosen_layers(config, count))
         few = options.fit_tables(few.with_drafts(options.drafts > 0))
         model = abstract_model(few, options.mesh, expert_parallel=options.expert_parallel)

@@ -104,6 +104,7 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
     kernel_operands = jax.jit(functools.partial(round_index_query_operands, codec, positions=None, inv_freq=None))
 
     def queries(rng):
+        """Returns {implementation: (queries, weights)}, rounded as the implementation takes them."""
         q = normal(num_tokens, heads, dim)(rng)
         weights = normal_float32(num_tokens, heads)(rng)
         rounded = {"xla": (codec.round_query(q), weights)}

@@ -179,6 +179,7 @@ def _random_cache(schema):
     cache = KVCache.zeros(schema)
 
     def fill(pool, codec) -> Any:
+        """Returns a pool with encoded random rows; None without a pool."""
         if pool is None:
             return None
         _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # in windows, `blocks` is the number of slots

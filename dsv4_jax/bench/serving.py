@@ -76,6 +76,7 @@ class Workload:
         rng = np.random.default_rng(self.seed)
 
         def ids(low, high):
+            """Returns `low` to `high` random token ids."""
             # Token ids 0 and 1 are left out, because they mark the beginning and the end of a text.
             return rng.integers(2, vocabulary, size=rng.integers(low, high, endpoint=True)).tolist()
 
@@ -162,6 +163,7 @@ def _serve(engine, script):
     first_tokens = []  # (number of tokens sent, milliseconds until the first token of the reply) of each request
 
     def send(conversation, turn, history):
+        """Sends a turn, after the tokens of the conversation so far."""
         prompt, length = script[conversation][turn]
         request = engine.add(history + prompt, max_new_tokens=length)
         sent[request] = conversation, turn, time.perf_counter()

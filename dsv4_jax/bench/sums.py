@@ -98,6 +98,7 @@ def _loop_seconds(call, shards, mesh, mailboxes):
     """Measures the seconds of one call in a loop on the devices. Each call gets half of the previous call's result."""
 
     def iteration(_, x):
+        """Runs the all-reduces of one iteration."""
         for _ in range(UNROLLED):
             total = call(x)
             x = lax.optimization_barrier(total * jnp.asarray(0.5, total.dtype))

@@ -43,6 +43,7 @@ def print_rows(
     """
 
     def print_line(cells):
+        """Prints a line of cells, each padded to the width of its column."""
         padded = []
         for name, text in zip(columns, cells, strict=True):
             least = widths.get(name, 8)

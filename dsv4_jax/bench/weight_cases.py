@@ -174,12 +174,14 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
         shared = tuple(_quantized_weight(fp8_kind(config.weight_block), *shape) for shape in shapes)
 
     def selected(rng):
+        """Returns the experts of each token, all different if `is_disjoint` is True."""
         if is_disjoint:
             return rng.permutation(num_experts)[:pairs].reshape(tokens, top_k)
         return np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
 
     def call(weights, shared, *arrays, implementation):
         def run(arrays):
+            """Computes the experts of up to `_MAX_XLA` tokens if XLA computes, else of all tokens."""
             options = {"limit": config.swiglu_limit, "implementation": implementation}
             return ops.experts(*arrays, *weights, shared=shared, **options)
 

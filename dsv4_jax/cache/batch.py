@@ -88,6 +88,7 @@ class Batch(Summarized):
         """
 
         def of_tokens(codes: Any) -> Any:
+            """Returns the codes [T, ...] of the batch's tokens; 0 for tokens without a row."""
             codes = jnp.asarray(codes)
             has_row = (self.slots < codes.shape[0]) & (self.positions < codes.shape[1])
             slots = jnp.where(has_row, self.slots, -1)
@@ -112,6 +113,7 @@ class Batch(Summarized):
             return None, None
 
         def of_layer(codes: Any, row: Any) -> Any:
+            """Returns the ids in one row of each token's codes."""
             return None if codes is None else decode_ids(jnp.asarray(codes)[:, row])
 
         selection_row = jnp.asarray(selection_rows(config))[layer]

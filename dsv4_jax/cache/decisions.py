@@ -76,6 +76,7 @@ class Decisions(Summarized):
             raise ValueError(f"sequences{missing} are None: make the engine with record_decisions")
 
         def pad(*arrays: np.ndarray) -> np.ndarray:
+            """Returns the sequences' arrays of one field as one array."""
             dtype = np.result_type(*arrays)  # the codes' dtypes differ if the engines' `max_context` do
             result = np.zeros((len(arrays), length, *arrays[0].shape[1:]), dtype)
             for row, array in zip(result, arrays, strict=True):

@@ -318,12 +318,14 @@ class LayerCacheHandle(Summarized):
             return function(self, *arrays)
 
         def split(x):
+            """Divides x [tokens, ...] into tiles: [tiles, tile_size, ...]."""
             # The last tile is filled up with padding tokens, whose position and slot are -1.
             fill = 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1
             padding = [(0, -tokens % tile_size)] + [(0, 0)] * (x.ndim - 1)
             return jnp.pad(x, padding, constant_values=fill).reshape(-1, tile_size, *x.shape[1:])
 
         def run(tile):
+            """Calls `function` with the batch and the arrays of one tile."""
             per_token, arrays = tile
             batch = dataclasses.replace(self.batch, **per_token)
             return function(dataclasses.replace(self, batch=batch, pending=None), *arrays)

@@ -136,6 +136,7 @@ def write_request(
         return cache
 
     def write(new, pool):
+        """Writes the request's rows of one pool, the newest at position `length - 1`."""
         if new is None:  # rows at a block boundary lack the states that are not live there
             return pool
         ring = pool.shape[2]
@@ -188,6 +189,7 @@ def copy_request(
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
     def copy_to_target(i, carry):
+        """Copies the rows and the block to target i."""
         by_slot, paged = carry
         by_slot = jax.tree.map(lambda pool: copy(pool, targets[i], source), by_slot)
         return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, block_axis), paged)
@@ -223,6 +225,7 @@ def read_blocks(
     blocks = _local_blocks(cache, blocks)
 
     def read(pool, rate):
+        """Reads the blocks from one pool, with zeros for entries that are not live."""
         per_block = pool.shape[2]
         entries = block_indices[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)[None, :]
         live = (blocks >= 0)[:, None] & (entries < length // rate)

@@ -233,9 +233,11 @@ class CacheSchema:
         width = 1 + spec.overlap
 
         def paged(codec):
+            """Returns the structs of a pool of entries or keys; None without a codec."""
             return codec and _prepend(codec.struct, layers, self.num_blocks, self.entries_per_block(group))
 
         def state(codec):
+            """Returns the structs of the state of the compressor that makes rows of `codec`; None if there is none."""
             if codec is None or spec.pooled_rows == 1:
                 return None
             shape = (layers, self.max_requests, self.state_ring(group), codec.dim * width)

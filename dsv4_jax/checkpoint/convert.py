@@ -92,6 +92,7 @@ def convert_checkpoint(
     losses: dict[str, RoundingLoss] = collections.defaultdict(RoundingLoss)
 
     def arrays() -> Iterator[np.ndarray]:
+        """Yields the arrays to write, in the order of the headers."""
         for old, new in pairs:
             dtype = new.stored_dtype(weights)
             yield from _converted(old, new, dtype, tensors, losses[dtype])

@@ -325,12 +325,14 @@ class _Loader:
             stored = [getattr(tensor, field) for tensor in tensors]
 
             def check_codes(number: int, codes: np.ndarray, _: np.ndarray) -> None:
+                """Counts the NaN among a block of codes."""
                 self._count(weight.sources[number], tensors[number].count_nan(codes.view(np.uint8)))
 
             pieces = [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored]
             return pieces, check_codes if field == "codes" else None
 
         def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
+            """Counts the values of a block that are not finite, or are no ids of experts."""
             # The model's only integers are the expert ids in the tables of hash-routed layers.
             is_ids = value.dtype.kind == "i"
             bad = (stored < 0) | (stored >= self._config.n_routed_experts) if is_ids else ~np.isfinite(value)

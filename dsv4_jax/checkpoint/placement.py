@@ -138,6 +138,7 @@ class Staging:
         shards = dict(zip(devices, self._views(shard_shapes, dtype), strict=True))
 
         def blocks() -> Iterator[_Block]:
+            """Yields the blocks to copy and check, piece by piece."""
             for number, index in enumerate(np.ndindex(stack)):
                 values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
                 # `index` is the piece's index on the axes of `stack`. A shard has a part of the piece if the index lies

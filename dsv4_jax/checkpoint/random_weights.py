@@ -165,6 +165,7 @@ def _repeat_on_host(host_tables, first_rows, table):
     count = first_rows.shape[-2]
 
     def repeat(start, values, shard):
+        """Writes the first rows to the rows from `start` on of a shard."""
         part = shard[..., start : start + count, :]
         part[...] = values[..., : part.shape[-2], :]
 
@@ -288,6 +289,7 @@ def _draw(path, value, where):
     *_, kind, name = path.split(".")
 
     def shape(struct):
+        """Returns the shape that a device makes."""
         return struct.shape if where is None else where.shard_shape(struct.shape)
 
     if isinstance(value, QuantizedWeight):

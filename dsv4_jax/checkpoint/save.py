@@ -90,6 +90,7 @@ def save_release(
             raise ValueError(f"{weight.path} has NaN or infinite values")
 
     def arrays() -> Iterator[np.ndarray]:
+        """Yields the arrays to write, in the order of the headers."""
         for weight in table:
             value = np.asarray(parameters[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
             for name, piece in zip(weight.sources, value, strict=True):

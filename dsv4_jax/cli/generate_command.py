@@ -171,10 +171,12 @@ class GenerateCommand(RandomModelOptions):
         text_stream = None if tokenizer is None else TextStream(tokenizer)
 
         def show(token):
+            """Prints a token as text, or as its id without a tokenizer. Prints nothing with --json."""
             if not self.as_json:
                 _print(f"{token} " if text_stream is None else text_stream.add(token))
 
         def describe(tokens):
+            """Returns the fields of --json about the tokens of an answer."""
             if tokenizer is None:
                 return {"tokens": tokens}
             return {"tokens": tokens, "text": tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]}

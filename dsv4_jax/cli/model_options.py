@@ -106,6 +106,7 @@ class ModelOptions:
         outlines = []  # the model without weights, whose programs are compiled while the weights are read
 
         def on_outline(module):
+            """Keeps the model without weights, and begins to compile its programs."""
             assert begin_programs is not None
             outlines.append(CompiledModel(module, experts))
             begin_programs(outlines[0])

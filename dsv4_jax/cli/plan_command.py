@@ -173,6 +173,7 @@ class PlanCommand:
         shard = -(-requests // device.num_shards)
 
         def used(context):
+            """Returns the bytes that a shard takes on a device if all requests have this context."""
             return device.used(self._schema(one.config, min(context, limit)), shard)
 
         return min(bisect.bisect_right(range(size, limit + size, size), device.memory, key=used) * size, limit)

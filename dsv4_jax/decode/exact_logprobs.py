@@ -97,6 +97,7 @@ def _local_logprobs(shape, model, tokens, lengths, adapters):
     size = shape.token_budget
 
     def chunked(x, padding):
+        """Returns x [n] as [chunks, token_budget], with padding at the end."""
         return jnp.pad(x, (0, -x.size % size), constant_values=padding).reshape(-1, size)
 
     chunks = chunked(flat, 0), chunked(slots, -1), chunked(positions, -1), chunked(targets, 0)
@@ -182,6 +183,7 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
     hidden, cache = run_model(model, cache, batch)
 
     def score(group):
+        """Returns the log-probabilities of a group of tokens."""
         hidden, targets = group
         return log_probabilities(model.logits(hidden), targets)[0]
 
@@ -215,6 +217,7 @@ def _scan(shape, floats, others, sequences, chunks, *, keep):
     lengths, adapters = sequences
 
     def step(cache, chunk):
+        """Runs a chunk."""
         values, after = _run_chunk(shape, model, cache, chunk, adapters)
         return after, (values, cache if keep else None)
 
@@ -241,11 +244,13 @@ def _run_backward(shape, saved, cotangents):
     floats, others, (_, adapters), chunks, caches = saved
 
     def step(carry, inputs):
+        """Goes back through a chunk: adds its cotangents of the model to the carry."""
         model_total, cache_cotangents = carry
         cache, chunk, value_cotangents = inputs
         cache_floats, cache_others = _split(cache.fake_quantized())
 
         def outputs_of(floats, cache_floats):
+            """Runs the chunk as a function of the arrays that have gradients."""
             before = _join(cache_floats, cache_others)
             values, after = _run_chunk(shape, _join(floats, others), before, chunk, adapters, remat=True)
             return values, _split(after)[0]

@@ -193,6 +193,7 @@ def begin_slot(
         state = jax.lax.fori_loop(0, count, lambda i, state: processor.update(state, tokens[i]), state)
 
     def write(states, new):
+        """Writes a request's array to its slot, on the device that holds the slot."""
         local = to_local_ids(slot, "slots", len(states))
         return states.at[jnp.where(local >= 0, local, len(states))].set(new, mode="drop")
 

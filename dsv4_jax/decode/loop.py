@@ -208,6 +208,7 @@ def _with_drafts(last_tokens, draft_tokens, is_live):
     slots = jnp.arange(len(ids), dtype=jnp.int32)[:, None]
 
     def flat(values, padding):
+        """Returns the values [slots, 1 + drafts], with padding where no token is live, as one axis."""
         return jnp.where(is_live, values, padding).reshape(-1)
 
     return dataclasses.replace(

@@ -165,6 +165,7 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
             return Program(executable, {"trace": 0.0, "lower": 0.0, "compile": time.perf_counter() - begin})
 
     def compile_and_keep(lowered):
+        """Compiles a program and writes it to the store. Returns it also if it cannot be written."""
         with _without_jax_cache():
             executable = lowered.compile()
         *results, cache = lowered.out_tree.children()

@@ -143,11 +143,13 @@ def sample(
     is_limited = is_random & ((sampling.top_k > 0) | (sampling.top_p < 1))
 
     def draw():
+        """Draws a token of each row, at random or the likeliest one."""
         scaled = logits / jnp.where(is_random, sampling.temperature, 1.0)[:, None]
         scaled = jax.lax.cond(jnp.any(is_limited), _keep_best, lambda logits, *_: logits, scaled, sampling)
 
         @jax.vmap
         def draw_row(seed, position, row):
+            """Draws a token of one row."""
             return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
 
         return jnp.where(is_random, draw_row(seeds, positions, scaled).astype(jnp.int32), likeliest)

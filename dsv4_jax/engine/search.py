@@ -131,6 +131,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     step_size = min(chunk, len(prompt)) + manager.shards.slots
 
     def run_step(tokens):
+        """Runs tokens {slot: ids}, and returns the likeliest next tokens of each slot, on the device."""
         nonlocal cache
         batch = manager.prepare_forward(tokens, prefill_size=step_size)
         output, cache = model.sample_step(cache, batch, logprobs=options)

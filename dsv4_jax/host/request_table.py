@@ -290,6 +290,7 @@ class RequestTable:
         """
 
         def rank(shard):
+            """Returns the criteria of a shard, in the order in which they decide."""
             free = len(self.free_slots(shard))
             prefix = prefixes[shard] if prefixes else NOTHING
             return free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, free, self.room(shard)

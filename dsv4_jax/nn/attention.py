@@ -182,6 +182,7 @@ def _compress(compressor, projected_x, handle):
     """Feeds the tokens' projections to a layer's compressors, and returns the updated handle."""
 
     def inputs(name):
+        """Returns (kv, gate) of the compressor `name`; the gate is None if an entry is a single token."""
         return projected_x[f"{name}_kv_proj"].astype(jnp.float32), projected_x.get(f"{name}_gate_proj")
 
     if compressor.key_proj is not None:

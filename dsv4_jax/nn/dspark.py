@@ -144,6 +144,7 @@ class DSparkDrafts(DraftLayers):
             return x.reshape(len(batch.positions), block_size, -1)[:, :count].swapaxes(0, 1)
 
         def draft_one(previous: Any, rows: Any) -> tuple[Any, Any]:
+            """Corrects the logits of one draft by the token before it, and draws the draft."""
             hidden, logits, index = rows
             logits, confidence = self.correct(hidden, logits, previous)
             tokens = draw(logits, batch.positions + 1 + index)

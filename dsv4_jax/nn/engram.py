@@ -139,6 +139,7 @@ def look_up_on_stream(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n 
         return look_up(table, rows)
 
     def without_calls(table, rows):
+        """Does the same as `look_up`, with its jitted functions inlined."""
         with jax.disable_jit():  # XLA does not compile jitted functions within a function that has a stream of its own
             return look_up(table, rows)
 

@@ -50,6 +50,7 @@ class CSAIndexer(nnx.Module):
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
         def select(handle, q, weights, candidates):
+            """Selects entries for the tokens of a handle's batch, all or a tile of them."""
             with jax.named_scope("indexer"):
                 scores = handle.indexer_scores(q, weights, inv_freq, candidates)
             with jax.named_scope("topk"):

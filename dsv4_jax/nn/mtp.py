@@ -110,6 +110,7 @@ class MTPDrafts(DraftLayers):
         """
 
         def draft_one(carry: Any, _: None) -> tuple[Any, Any]:
+            """Makes one draft, and moves the batch to the position after it."""
             streams, batch, cache = carry
             hidden, streams, cache = self(model, streams, cache, batch)
             logits = model.logits(hidden)

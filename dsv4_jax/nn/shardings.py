@@ -29,6 +29,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh | AbstractMesh, *, expert_par
     graph, state = nnx.split(module)
 
     def place(path, parameter):
+        """Puts the sharding of a parameter in the place of its arrays."""
         name = ".".join(map(str, path))
         value = parameter.get_value()
         sharding = parameter_sharding(parameter, mesh, expert_parallel)

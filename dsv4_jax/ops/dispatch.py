@@ -132,6 +132,7 @@ def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], 
             arrays = {name: options.pop(name) for name in list(options) if _holds_arrays(options[name])}
 
             def call_by_name(function, *values, **options):
+                """Calls a function with the arrays by name."""
                 return function(**dict(zip(arrays, values, strict=True)), **options)
 
             xla = functools.partial(call_by_name, reference, implementation="xla")

@@ -134,6 +134,7 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
         order = jnp.arange(expert_of_pair.size, dtype=jnp.int32)
 
         def multiply(x, weight):
+            """Multiplies row i of x by the matrix of the i-th pair's expert."""
             return _paired_linear(x, weight[jnp.minimum(expert_of_pair, num_experts - 1)])
 
     else:
@@ -142,6 +143,7 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
         sizes = jnp.bincount(expert_of_pair, length=num_experts)
 
         def multiply(x, weight):
+            """Multiplies the rows of each expert by its matrix."""
             return _ragged_linear(x, weight[...], sizes)
 
     # Row i below is of pair `order[i]`, that is of token `order[i] // k`, until the rows return to the pairs' order.

@@ -318,6 +318,7 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
     ring_index = (jnp.broadcast_to(slot[:, None], row_position.shape), jnp.maximum(row_position, 0) % state.ring)
 
     def window_values(new, old):
+        """Returns the values [n, rows, D] to pool, from the call's rows and from a ring."""
         new = take(new, index)
         old = take(old, state.layer, *ring_index)
         value = jnp.where(in_call, new, old)

@@ -81,6 +81,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
+        """Returns this device's sums for all heads, as `attend_to_shards` takes them."""
         # The kernel reads no window rows of layer -1.
         visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
         splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
@@ -132,6 +133,7 @@ def sparse_attention(
     if context_parallel:
 
         def attend(q, with_window):
+            """Returns this device's sums for all heads, as `attend_to_shards` takes them."""
             return _by_token(_softmax_sums, q, kv, slots, positions, with_window)
 
         out = attend_to_shards(attend, q, layer_value(sinks))

@@ -41,11 +41,13 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette):
+        """Runs the engine's thread while the application runs."""
         engine.start()
         yield
         await engine.stop()
 
     async def answer_error(request: Request, error: Exception) -> Response:
+        """Turns an exception of an endpoint into a response."""
         if isinstance(error, HTTPException):
             message = f"{request.method} {request.url.path[:200]}: {error.detail}"
             error = APIError(error.status_code, message, headers=dict(error.headers or {}))
@@ -95,6 +97,7 @@ class AuthMiddleware:
         label = scope["path"] if scope["path"] in paths else "other"
 
         async def count(message: Message) -> None:
+            """Sends a message, and counts the response at its start."""
             if message["type"] == "http.response.start":
                 self._service.metrics.responses.labels(label, message["status"]).inc()
             await send(message)
