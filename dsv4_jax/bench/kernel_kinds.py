@@ -78,7 +78,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
         the text does not say the number of iterations.
     """
     computations = {}  # {name of a computation: its lines}
-    entry = []
+    entry = []  # lines of the computation that the program begins with
     lines = []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):

@@ -46,7 +46,7 @@ def use_compilation_cache() -> None:
     is_on = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("1", "true", "t", "yes", "y", "on")
     if not is_on or not programs_folder:
         return
-    if "://" not in programs_folder:
+    if "://" not in programs_folder:  # a folder of this machine, not of a cloud storage
         try:
             make_private_folder(programs_folder)
         except OSError as error:

@@ -84,6 +84,7 @@ class Scheduler:
           children: the copies, from `Request.child`.
           in_flight: the step that was launched and not read, if any.
         """
+        # A copy gets one of `slots`, or waits with the bytes `offloaded`. With None, it runs all tokens again.
         offloaded = request.offloaded
         slots = []
         slot = request.slot

@@ -349,7 +349,7 @@ def _read_tensors(schema, num_blocks, tensors):
         x = tensors[name]
         shape = list(struct.shape)
         if name in rings and x.ndim > 1:
-            num_read = shape[1] - (schema.max_query_tokens - 1)
+            num_read = shape[1] - (schema.max_query_tokens - 1)  # the other rows of this cache's ring are spare
             spares.add(x.shape[1] - num_read)
             shape[1] = max(x.shape[1], num_read)
         if (x.dtype, list(x.shape)) != (struct.dtype, shape):

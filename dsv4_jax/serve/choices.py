@@ -103,7 +103,7 @@ class Choice:
                 new_text += self._add(token)
             if self._is_stopped:
                 break
-        else:
+        else:  # no stop string has ended the text
             if update.finish_reason is not None:
                 new_text += self._finish()
         self.finish_reason = "stop" if self._is_stopped else update.finish_reason
