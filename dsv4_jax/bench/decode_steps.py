@@ -157,18 +157,18 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
         cases[0].time(loop=False)  # the first steps of a process are launched more slowly
     requests = cases[0].steps.requests  # the loop is measured for this batch size only
     times = [case.time(loop and case.steps.requests == requests) for case in _in_turn(cases, "timing steps")]
-    copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+    copy_rate = report["copy_bytes_per_second"] = timing.copy_bandwidth()
     if options.chunks:
         report["matmul_operations_per_second"] = timing.matmul_rate()
     kinds = ", ".join(dict.fromkeys(config.layer_types))
     print(
         f"{report['device']}, jax {report['jax']}. Layers of {model_title(report['shapes'])}: "
         f"{config.num_hidden_layers} ({kinds}), {tree_bytes(model.arrays) / 1e9:.2f} GB. Weights and cache are "
-        f"read at {copy / 1e9:,.0f} GB/s at most.\n",
+        f"read at {copy_rate / 1e9:,.0f} GB/s at most.\n",
         flush=True,
     )
-    for case, known in zip(_in_turn(cases, "profiling kernels"), times, strict=True):
-        yield case.profile(known, report)
+    for case, case_times in zip(_in_turn(cases, "profiling kernels"), times, strict=True):
+        yield case.profile(case_times, report)
 
 
 def _cases(config, model, options, skew):

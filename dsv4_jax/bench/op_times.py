@@ -92,18 +92,18 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
         added to it.
       calls: number of timed calls of a case; at most 4 without a GPU.
     """
-    gpu = jax.default_backend() == "gpu"
-    report["clock"] = "kernel time, CUPTI, median" if gpu else "wall clock, median"
-    copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
-    read = report["read_bytes_per_second"] = timing.read_bandwidth()
-    matmul = report["matmul_operations_per_second"] = timing.matmul_rate()
+    on_gpu = jax.default_backend() == "gpu"
+    report["clock"] = "kernel time, CUPTI, median" if on_gpu else "wall clock, median"
+    copy_rate = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+    read_rate = report["read_bytes_per_second"] = timing.read_bandwidth()
+    matmul_rate = report["matmul_operations_per_second"] = timing.matmul_rate()
     print(
         f"{report['device']}, jax {report['jax']}; {report['clock']}. Copying reaches "
-        f"{copy / 1e9:,.0f} GB/s, reads and writes counted; reading alone {read / 1e9:,.0f}; a bfloat16 matrix "
-        f"product {matmul / 1e12:,.1f} TFLOP/s.\n"
+        f"{copy_rate / 1e9:,.0f} GB/s, reads and writes counted; reading alone {read_rate / 1e9:,.0f}; a bfloat16 "
+        f"matrix product {matmul_rate / 1e12:,.1f} TFLOP/s.\n"
         f"{model_title(report['shapes'])} shapes, format {report['cache_format']}\n"
     )
-    rows = (_measure(case, calls if gpu else min(calls, 4), copy, read, matmul) for case in cases)
+    rows = (_measure(case, calls if on_gpu else min(calls, 4), copy_rate, read_rate, matmul_rate) for case in cases)
     yield from print_rows(rows, COLUMNS, op=-24, shape=-22, by=-10)
 
 

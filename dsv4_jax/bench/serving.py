@@ -174,9 +174,9 @@ def _serve(engine, script):
     while engine.busy:
         for output in engine.step():
             request = output.request
-            conversation, turn, since = sent[request]
+            conversation, turn, sent_at = sent[request]
             if len(request.generated) == len(output.tokens):
-                first_tokens.append((len(request.prompt), 1e3 * (time.perf_counter() - since)))
+                first_tokens.append((len(request.prompt), 1e3 * (time.perf_counter() - sent_at)))
             if request.finish_reason is not None:
                 replies[conversation, turn] = request.generated
                 if turn + 1 < len(script[conversation]):

@@ -52,11 +52,11 @@ def as_released[Module: nnx.Module](
     Returns:
       The copy, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
     """
-    stored = {weight.path: weight.dtype for weight in weights(config, "release")}
+    stored_dtypes = {weight.path: weight.dtype for weight in weights(config, "release")}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
         value = view.variable.get_value()
-        kind = stored.get(path, "")  # Engram's map of token ids is in no checkpoint
+        kind = stored_dtypes.get(path, "")  # Engram's map of token ids is in no checkpoint
         if is_quantized_kind(kind) and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
     return sharded_structs(module, mesh, expert_parallel=expert_parallel)

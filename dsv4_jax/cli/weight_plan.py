@@ -56,11 +56,11 @@ def plan_weights(
     for path in paths.values():
         kind = next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))
         row = report[kind]
-        model = tree_bytes(whole[path].variable)
-        device = tree_bytes(sharded[path].variable)
-        row["model"] += model
-        row["device"] += device
-        row["replicated"] += device if device == model else 0
+        model_bytes = tree_bytes(whole[path].variable)
+        device_bytes = tree_bytes(sharded[path].variable)
+        row["model"] += model_bytes
+        row["device"] += device_bytes
+        row["replicated"] += device_bytes if device_bytes == model_bytes else 0
     return {kind: row for kind, row in report.items() if row["model"]}
 
 

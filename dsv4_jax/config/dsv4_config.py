@@ -112,17 +112,17 @@ class DSV4Config:
             check(value <= maximum, f"{name}={value} exceeds {limit}={maximum}")
         for name in ("rope_theta", "compress_rope_theta"):
             check(getattr(self, name) > 1, f"{name}={getattr(self, name)} must exceed 1")
-        rope = self.qk_rope_head_dim
+        rope_dims = self.qk_rope_head_dim
         heads = self.num_attention_heads
-        check(rope % 2 == 0, f"qk_rope_head_dim={rope} must be even: RoPE turns pairs")
+        check(rope_dims % 2 == 0, f"qk_rope_head_dim={rope_dims} must be even: RoPE turns pairs")
         check(heads % self.o_groups == 0, f"num_attention_heads={heads} must be a multiple of o_groups={self.o_groups}")
-        drafting = f"num_nextn_predict_layers={self.num_nextn_predict_layers!r}"
+        setting = f"num_nextn_predict_layers={self.num_nextn_predict_layers!r}"
         check(
             self.drafts is None or self.dspark is not None or not self.delays_pre,
-            f"{drafting} needs dspark if delays_pre=True, as in DeepSeek-V4.1",
+            f"{setting} needs dspark if delays_pre=True, as in DeepSeek-V4.1",
         )
-        check(self.num_nextn_predict_layers in (0, 1), f"{drafting} must be 1, or 0 without drafts")
-        check(self.num_nextn_predict_layers == 1 or self.dspark is None, f"{drafting} must be 1 with dspark")
+        check(self.num_nextn_predict_layers in (0, 1), f"{setting} must be 1, or 0 without drafts")
+        check(self.num_nextn_predict_layers == 1 or self.dspark is None, f"{setting} must be 1 with dspark")
         for part in (self.dspark, self.engram):
             if part is not None:
                 part.check(self.num_hidden_layers, self.vocab_size)

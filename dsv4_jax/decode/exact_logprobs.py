@@ -79,13 +79,13 @@ def logprobs(
     """
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
-    names = getattr(_module(model), "adapter_names", ())
-    if adapters is None and names:
+    adapter_names = getattr(_module(model), "adapter_names", ())
+    if adapters is None and adapter_names:
         adapters = jnp.full(lengths.shape, -1, jnp.int32)  # an engine's batches also hold -1 for "no adapter"
-    elif names and not isinstance(adapters, jax.core.Tracer):
+    elif adapter_names and not isinstance(adapters, jax.core.Tracer):
         adapter_ids = np.asarray(adapters)
-        if adapter_ids.min(initial=-1) < -1 or adapter_ids.max(initial=-1) >= len(names):
-            raise ValueError(f"adapters must be from -1 to {len(names) - 1}, got {adapter_ids.tolist()}")
+        if adapter_ids.min(initial=-1) < -1 or adapter_ids.max(initial=-1) >= len(adapter_names):
+            raise ValueError(f"adapters must be from -1 to {len(adapter_names) - 1}, got {adapter_ids.tolist()}")
     return sharded_rows(functools.partial(_local_logprobs, shape), placed=1)(model, tokens, lengths, adapters)
 
 
@@ -189,10 +189,10 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
 
     if remat:
         return jax.checkpoint(score)((hidden, targets)), cache
-    rows = shape.logits_rows
-    padding = -len(ids) % rows
-    hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, rows, hidden.shape[1])
-    values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, rows)))
+    group_size = shape.logits_rows
+    padding = -len(ids) % group_size
+    hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, group_size, hidden.shape[1])
+    values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, group_size)))
     return values.reshape(-1)[: len(ids)], cache
 
 

@@ -92,8 +92,8 @@ def capture(
     if not state.length:
         raise ValueError(f"slot {slot} holds no tokens yet: there is nothing to keep")
     check_blocks(devices, cache, state.cached_blocks, f"slot {slot}")
-    numbers = devices.put((np.int32(slot), np.int32(state.length), np.int32(state.min_length)))
-    rows = jax.device_get(read_request(cache, *numbers))
+    scalars = devices.put((np.int32(slot), np.int32(state.length), np.int32(state.min_length)))
+    rows = jax.device_get(read_request(cache, *scalars))
     blocks = devices.read_blocks(cache, state.blocks[: manager.requests.blocks_for(state.length)], state.length)
     return OffloadedRequest(state.length, state.min_length, rows, blocks, identity(manager.schema, key), state.weights)
 

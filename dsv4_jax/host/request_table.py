@@ -291,9 +291,9 @@ class RequestTable:
 
         def rank(shard):
             """Returns the criteria of a shard, in the order in which they decide."""
-            free = len(self.free_slots(shard))
+            num_free = len(self.free_slots(shard))
             prefix = prefixes[shard] if prefixes else NOTHING
-            return free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, free, self.room(shard)
+            return num_free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, num_free, self.room(shard)
 
         best_shard = max(range(self.shards.count), key=rank)  # the first one if several are equally good
         (slot,) = self.find_slots(1, best_shard)

@@ -86,9 +86,9 @@ class Answer:
         self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
-        count = len(self._prompts) * self._samples
-        self._check_size(count)
-        self.choices: list[Any] = [self._new_choice(i, self._prompts[i // self._samples]) for i in range(count)]
+        num_requests = len(self._prompts) * self._samples
+        self._check_size(num_requests)
+        self.choices: list[Any] = [self._new_choice(i, self._prompts[i // self._samples]) for i in range(num_requests)]
 
     def _encode(self) -> Sequence[Sequence[int]]:
         """Returns the token ids of each prompt."""

@@ -167,13 +167,13 @@ class AsyncEngine:
         Raises:
           QueueFullError: there would be more running and waiting requests than `capacity`.
         """
-        count = len(prompts) * n
-        if count + self.unfinished > self.capacity:
+        num_requests = len(prompts) * n
+        if num_requests + self.unfinished > self.capacity:
             raise QueueFullError(f"{self.unfinished} requests are running or waiting, the most is {self.capacity}")
         add = functools.partial(self.engine.add, **params)
         adds = [functools.partial(add, prompt, seed=seed + k) for prompt in prompts for k in range(n)]
         generation = Generation(self, adds, n)
-        self.unfinished += count
+        self.unfinished += num_requests
         self._send(self._begin, generation)
         return generation
 

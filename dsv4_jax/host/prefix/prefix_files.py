@@ -315,7 +315,7 @@ class PrefixFiles(Summarized):
 
     def _write(self, layout, digests, arrays, used):
         """Writes the files that do not exist yet. The arguments come from `save`; `arrays` is a list with one item."""
-        written = 0
+        num_written = 0
         try:
             # The list holds the only reference, so device memory is freed once the arrays are on the host.
             tree = jax.device_get(arrays.pop())
@@ -330,9 +330,9 @@ class PrefixFiles(Summarized):
                     self._count(layout.kind, len(content))
                     self.metrics.written_bytes += len(content)
                     self._unlisted_bytes += len(content)
-                written += 1
+                num_written += 1
         finally:
-            self.metrics.dropped += len(digests) - written
+            self.metrics.dropped += len(digests) - num_written
 
     def _touch(self, layout, digests, used):
         for i, digest in enumerate(digests):
@@ -477,7 +477,7 @@ class StoredPrefixes:
           nodes: nodes of the blocks.
           get_cache: function that returns the cache with these blocks.
         """
-        room = self.files.max_bytes
+        bytes_left = self.files.max_bytes
         chosen = []
 
         def order(node):
@@ -487,10 +487,10 @@ class StoredPrefixes:
             return 1, -node.last_used  # `PrefixTree.touch` makes the first block of a prefix the most recently used
 
         for node in sorted(nodes, key=order):
-            room -= self._blocks.nbytes
+            bytes_left -= self._blocks.nbytes
             if node.snapshot is not None:
-                room -= self._snapshots.nbytes
-            if room < 0:
+                bytes_left -= self._snapshots.nbytes
+            if bytes_left < 0:
                 break
             chosen.append(node)
         self.save_blocks(chosen, get_cache, wait=True)
