@@ -95,6 +95,7 @@ def _norm_rope_case(schema, tokens, heads):
         shape=f"{heads} head{'s' * (heads > 1)}, {append.shape}",
         nbytes=append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes,
         call=call,
+        # The result of a call, (queries, view), replaces this pair.
         layer=((lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), *append.layer),),
         inputs=(normal(tokens, heads, dim), kv, normal_float32(dim), slots, positions, inv_freq),
         agree=agree,

@@ -63,22 +63,22 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
 def _query_case(schema, tokens):
     """Returns a case that rotates and rounds the index queries of `tokens` tokens."""
     config = schema.config
-    key = group_with_keys(schema).key
+    codec = group_with_keys(schema).key
     heads = config.index_n_heads
     dim = config.index_head_dim
     inv_freq = jnp.asarray(config.inv_freq(next(spec.layer for spec in config.layers if spec.selects)))
 
     def call(q, weights, positions, inv_freq, *, implementation):
         if implementation == "xla":
-            return round_index_query_operands(key, q, weights, positions, inv_freq)
-        return round_index_query(q, weights, positions, inv_freq, key.layout)
+            return round_index_query_operands(codec, q, weights, positions, inv_freq)
+        return round_index_query(q, weights, positions, inv_freq, codec.layout)
 
     return Case(
         op="index query",
         shape=f"T={tokens}",
         # A value is read as bfloat16, 2 bytes. If the kernel multiplies E4M3, the value is written as E4M3, 1 byte, and
         # a float32 weight of each head is read and written. Otherwise the value is written as bfloat16.
-        nbytes=tokens * heads * (4 * dim if operand_dtype(key.layout) == jnp.bfloat16 else 3 * dim + 8),
+        nbytes=tokens * heads * (4 * dim if operand_dtype(codec.layout) == jnp.bfloat16 else 3 * dim + 8),
         call=call,
         inputs=(normal(tokens, heads, dim), normal_float32(tokens, heads), np.arange(tokens), inv_freq),
     )

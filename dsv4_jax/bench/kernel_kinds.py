@@ -45,15 +45,15 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
       {"kernel_milliseconds": {kind: milliseconds a call}, "longest_kernels": [{"name", "kind", "launches",
       "milliseconds"}], "launches": number of launches a call}. A kernel's values are per call, too.
     """
-    kinds = kinds_by_name(text)
+    kinds_of = kinds_by_name(text)
     counts = collections.Counter()
     by_kind = dict.fromkeys([*KINDS, REST], 0.0)
     by_name = {}  # {(name of a kernel, its kind): milliseconds a call of each launch}
     for name, milliseconds in launches:
         key = _PALLAS.sub("", name)
-        if scopes := kinds.get(key):
+        if launch_kinds := kinds_of.get(key):
             # A kernel may run in several scopes. Its launches are in the order of the instructions.
-            kind = scopes[counts[key] % len(scopes)]
+            kind = launch_kinds[counts[key] % len(launch_kinds)]
         else:
             kind = next((kind for kind, pattern in _LIBRARIES.items() if pattern.search(name)), REST)
         counts[key] += 1

@@ -58,7 +58,8 @@ def load_adapters(
     if not folders:
         raise ValueError("folders is empty: give at least one adapter")
     places = _places(model)
-    adapters = {name: _read(name, Path(folder), places) for name, folder in folders.items()}  # (rank, scale, maps)
+    # {name: (rank, scale, {module: its matrices})}.
+    adapters = {name: _read(name, Path(folder), places) for name, folder in folders.items()}
     rank = max(rank for rank, _, _ in adapters.values())
     targets = {places[module].target for _, _, maps in adapters.values() for module in maps}
     scales = [scale for _, scale, _ in adapters.values()]

@@ -38,14 +38,14 @@ def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, .
     for weight in table:
         if weight.is_expert:
             shapes.setdefault(weight.module, []).append(weight.packed_shape)
-    usual, *others = shapes
+    first, *others = shapes
     for layer in others:
-        if shapes[layer] != shapes[usual]:
+        if shapes[layer] != shapes[first]:
             raise ValueError(
-                f"expert memory needs as many experts in each layer: {layer} has {shapes[layer][0][0]}, {usual} has "
-                f"{shapes[usual][0][0]}. Leave out the draft layers, or keep all experts on the GPU"
+                f"expert memory needs as many experts in each layer: {layer} has {shapes[layer][0][0]}, {first} has "
+                f"{shapes[first][0][0]}. Leave out the draft layers, or keep all experts on the GPU"
             )
-    return list(shapes), shapes[usual]
+    return list(shapes), shapes[first]
 
 
 def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
@@ -134,7 +134,7 @@ class Staging:
         stack = shape[:-2] if len(pieces) > 1 else ()
         devices = _devices_by_shard(shape, where)
         shard_shapes = [[end - start for start, end in bounds] for bounds in devices]
-        # {bounds of a shard: its values, at first unset memory of the buffer}.
+        # {bounds of a shard: array of its values}. The arrays lie in the buffer, and their values are not set yet.
         shards = dict(zip(devices, self._views(shard_shapes, dtype), strict=True))
 
         def blocks() -> Iterator[_Block]:

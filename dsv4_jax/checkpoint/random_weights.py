@@ -142,12 +142,12 @@ def _make_variables(draws, on_host, host_tables):
     for group, program in zip(groups, programs, strict=True):
         for path, value in zip(group, program([seeds[path] for path in group]), strict=True):
             variable = draws[path][0]
-            old = variable.get_value()
-            if isinstance(old, QuantizedWeight):
+            outline = variable.get_value()
+            if isinstance(outline, QuantizedWeight):
                 codes, scale = value
-                value = dataclasses.replace(old, codes=codes, scale=scale)
+                value = dataclasses.replace(outline, codes=codes, scale=scale)
             if path.endswith(on_host):
-                value = jax.tree.map(functools.partial(_repeat_on_host, host_tables), value, old)
+                value = jax.tree.map(functools.partial(_repeat_on_host, host_tables), value, outline)
             variable.set_value(value)
 
 

@@ -223,9 +223,9 @@ def encode(name: str, values: np.ndarray, dtype: str, loss: RoundingLoss | None 
             loss.add(name, exact, dequantize(stored.codes, stored.scale, dtype))
         yield from (stored.codes, stored.scale)
         return
-    rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
-    for start in range(0, len(values), rows):
-        chunk = values[start : start + rows]
+    chunk_rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
+    for start in range(0, len(values), chunk_rows):
+        chunk = values[start : start + chunk_rows]
         with np.errstate(over="ignore"):
             converted = chunk.astype(DTYPES[dtype], copy=False)
         _check_finite(name, converted)

@@ -233,8 +233,8 @@ def _print_report(report, one):
     sums = {key: sum(pool[key] for pool in pools.values()) for key in ("per_block", "per_request", "full")}
     for name, pool in (*pools.items(), ("sum", sums)):
         block = pool["per_block"]
-        numbers = (f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}")
-        table.add_row(name, *numbers, style="bold" if name == "sum" else None)
+        cells = (f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}")
+        table.add_row(name, *cells, style="bold" if name == "sum" else None)
     console.print(table)
 
     if paged := report["bytes_per_token"]:

@@ -313,12 +313,12 @@ def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -
       is_v41: whether the fields are those of V4.1.
     """
     try:
-        read = (_v41_layers if is_v41 else _v4_layers)(content, config.num_hidden_layers)
+        restored = (_v41_layers if is_v41 else _v4_layers)(content, config.num_hidden_layers)
     except ValueError as error:
         raise ValueError(f"{_REFUSAL} the layers: {error}") from None
-    for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
-        renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
-        is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
+    for spec, expected in zip(config.specs, numbered(restored["specs"]), strict=True):
+        not_compared: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
+        is_same = dataclasses.replace(spec, window=None, index_topk=None, **not_compared) == expected
         # config.json states one window size and one top-k for all layers, so specs that are read from it have None for
         # both. What `spec` has must be equal to these two numbers.
         sizes = (config.window(spec.layer), config.topk(spec.layer))
@@ -327,7 +327,7 @@ def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -
     for name in ("mlp_layer_types", "engram", *_CANDIDATES):
         value = getattr(config, name)
         default = getattr(type(config), name, None)
-        is_same = read.get(name, default) == value
+        is_same = restored.get(name, default) == value
         check(is_same, f"{_REFUSAL} {name}={value!r} in a model of type {content['model_type']}")
 
 

@@ -323,7 +323,7 @@ class DSV4Config:
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
         try:
             return cls(**config_json.read_fields(content, mtp=mtp))
-        except TypeError as error:  # a value in config.json has another JSON type
+        except TypeError as error:  # a value in config.json has the wrong JSON type
             raise ValueError(str(error)) from None
 
     @classmethod

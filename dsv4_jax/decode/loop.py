@@ -183,7 +183,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     if drafts:
         step_index = jnp.where(is_active, state.num_steps, steps)
         counts = counts.at[slots, step_index].set(num_new - 1, mode="drop")
-    # The step's own states also count accepted drafts that follow a stop token.
+    # The step also returns a processor, but its states count accepted drafts that follow a stop token.
     processor = state.output.processor and state.output.processor.updated(drawn.tokens, is_new)
     output = dataclasses.replace(output, accepted=counts, processor=processor)
     length = state.last_tokens.positions + num_new

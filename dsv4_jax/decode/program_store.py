@@ -106,7 +106,7 @@ class ProgramTable:
         """
         if not os.environ.get(FOLDER):
             return None, args
-        if not options.keys() <= static_names(function):
+        if not options.keys() <= static_names(function):  # options that are not static become positional arguments
             bound = inspect.signature(function).bind(*args, **options)
             bound.apply_defaults()  # otherwise `bound.args` would end before the first argument that is not given
             args = bound.args

@@ -345,7 +345,7 @@ class Engine(Summarized):
             launched = self._launched
             self._launched = None
             if launched is not None and not launched.is_in_vain:
-                self._read(launched)
+                self._read(launched)  # the tokens come from the earlier weights
             if running == "recompute":
                 self._scheduler.recompute()
             if self.prefix is not None:

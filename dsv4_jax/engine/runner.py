@@ -179,12 +179,12 @@ class StepRunner:
             request = requests[i]
             state = processor.state if request.params.logits_state is None else request.params.logits_state
             tokens = self._unused_tokens
-            count = request.num_generated
-            if count:
+            num_generated = request.num_generated
+            if num_generated:
                 tokens = np.zeros(tokens.shape, np.int32)
-                tokens[:count] = request.generated
+                tokens[:num_generated] = request.generated
             state = jax.tree.map(np.asarray, state)
-            arguments = devices.put((np.int32(request.slot), state, tokens, np.int32(count)))
+            arguments = devices.put((np.int32(request.slot), state, tokens, np.int32(num_generated)))
             self._processor = begin_slot(self._processor, *arguments)
             self._begun[request.slot] = admitted[i]
 

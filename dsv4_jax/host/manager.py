@@ -677,11 +677,11 @@ class KVCacheManager(Summarized):
                 snapshot = nodes[-1].snapshot
         min_length = min(start, state.min_length)
         num_full, num_partial = divmod(start, self.schema.block_tokens)
-        end = num_full + bool(num_partial)
-        written = state.blocks[num_full:end]  # the last kept block if it is not full, else nothing
+        num_kept = num_full + bool(num_partial)
+        written = state.blocks[num_full:num_kept]  # the last kept block if it is not full, else nothing
         with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
             blocks = state.blocks[:num_full] + (copies[slot] if copies else written)
-            table.allocator.release((written if copies else []) + state.blocks[end:])
+            table.allocator.release((written if copies else []) + state.blocks[num_kept:])
             cached_blocks = state.cached_blocks[:num_full]
             state = dataclasses.replace(
                 state, length=start, min_length=min_length, blocks=blocks, cached_blocks=cached_blocks
@@ -708,11 +708,11 @@ class KVCacheManager(Summarized):
         max_requests = self.schema.max_requests
         slots = padded(list(states), max_requests)
         blocks = padded(list(itertools.chain.from_iterable(copies.values())), max_requests)
-        rows = np.full((max_requests, self.schema.max_blocks), -1, np.int32)
+        table_rows = np.full((max_requests, self.schema.max_blocks), -1, np.int32)
         for i, state in enumerate(states.values()):
-            rows[i] = self.devices.block_table_row(state.blocks)
+            table_rows[i] = self.devices.block_table_row(state.blocks)
         (length,) = {state.length for state in states.values()}
-        arguments = (np.int32(source), np.int32(block), np.int32(length), slots, blocks, rows)
+        arguments = (np.int32(source), np.int32(block), np.int32(length), slots, blocks, table_rows)
         return copy_request(cache, *self.devices.put(arguments))
 
     def release(self, slot: int) -> None:

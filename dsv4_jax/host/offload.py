@@ -298,7 +298,7 @@ def _parse(path, manager, key):
     """Returns (token ids, `OffloadedRequest`) of a file. Raises ValueError if this cache cannot take the request."""
     blob = path.read_bytes()
     try:
-        stored, metadata = read_header(path)
+        headers, metadata = read_header(path)
     except ValueError as error:
         raise ValueError("this is no safetensors file, or it is damaged") from error
     if metadata.get("format") != FILE_FORMAT:
@@ -313,7 +313,7 @@ def _parse(path, manager, key):
     content = np.frombuffer(blob, np.uint8)
     tensors = {
         name: content[byte_range].view(DTYPES[header.dtype]).reshape(header.shape)
-        for name, (header, byte_range) in stored.items()
+        for name, (header, byte_range) in headers.items()
     }
     try:
         tokens = manager.check_ids(tensors.pop("tokens", np.zeros((), np.int32)), "tokens")

@@ -231,6 +231,7 @@ class RequestTable:
         needed = collections.Counter[int]()
         for slot, count in blocks.items():
             needed[self.shards.of(slot)] += count
+        # Blocks are evicted only if all shards have room.
         for shard, count in needed.items():
             if self.room(shard) < count:
                 self.allocator.check_free(count, shard)

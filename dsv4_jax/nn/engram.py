@@ -16,7 +16,7 @@ from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
 from dsv4_jax.quant import QuantizedWeight, round_to
 
 
-_MIN_DOT = 1e-6  # lower bound of the value whose square root the gate takes
+_MIN_DOT = 1e-6  # the gate takes the square root of a dot product's magnitude, or of this number if it is larger
 
 
 class TokenMap(nnx.Variable):

@@ -18,9 +18,9 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# At most 4 events are sent to clients at once, and 2.5 per millisecond. Sending an event holds the GIL for 0.06 ms, and
-# the engine needs the GIL for half of a short step. Tokens that a stream gets while it waits are sent in one event:
-# with 32 fast streams, the tokens of 13 ms.
+# At most 4 events are sent to clients at once, and 2.5 per millisecond, because sending an event holds the GIL for
+# 0.06 ms, and the engine needs the GIL for half of a short step. While a stream waits for its turn, its tokens collect,
+# and are then sent in one event. With 32 fast streams, these are the tokens of 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 

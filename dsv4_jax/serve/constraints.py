@@ -165,8 +165,8 @@ def _call_rules(
         for k, (name, value, is_needed) in enumerate(_parameters(tool.parameters, strict_tool)):
             value = enforce(value, tool.parameters, strict_tool)
             rules.append(f"value_{i}_{k}: " + " | ".join(_values(name, value, strict_tool is not None)))
-            quantifier = "" if is_needed else "?"
-            parts.append(f"value_{i}_{k}" + ("*" if name is None else quantifier))
+            quantifier = "*" if name is None else "" if is_needed else "?"
+            parts.append(f"value_{i}_{k}{quantifier}")
         begin = f'"<" dsml {_quote(f'invoke name="{tool.name}">')}'
         rules.append(f"call_{i}: " + " ".join([begin, r'"\n"', *parts, _close("invoke")]))
     return rules

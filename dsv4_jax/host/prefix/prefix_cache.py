@@ -133,6 +133,8 @@ class PrefixCache(Summarized):
         self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
         self._set_key(key)
+        # This prefix cache takes the place of an earlier one. It caches no request that runs already, because the
+        # request's rows may come from other weights than those that `key` names.
         if self._table.evictor is not None:
             self._table.evictor.clear()
             self._table.weights += 1
