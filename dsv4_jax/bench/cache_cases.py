@@ -48,12 +48,14 @@ def append_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _append_case(schema, tokens):
+    """Returns a case of `append_swa` that stores `tokens` window rows."""
     config = schema.config
     window = config.sliding_window
     slots = max(256, -(-tokens // window))
     request_tokens = 1 if tokens <= slots else window
 
     def owners(rng):
+        """Returns the slot of each token; the tokens of a request are adjacent."""
         return rng.permutation(slots)[: tokens // request_tokens].repeat(request_tokens)
 
     def positions(rng):
@@ -72,6 +74,7 @@ def _append_case(schema, tokens):
 
 
 def _norm_rope_case(schema, tokens, heads):
+    """Returns a case of `norm_rope_append`, the `_append_case` of so many tokens with `heads` query heads."""
     append = _append_case(schema, tokens)
     config = schema.config
     dim = config.head_dim
@@ -92,6 +95,7 @@ def _norm_rope_case(schema, tokens, heads):
         shape=f"{heads} head{'s' * (heads > 1)}, {append.shape}",
         nbytes=append.nbytes + 4 * tokens * heads * dim + 4 * dim + inv_freq.nbytes,
         call=call,
+        # The result of a call, (queries, view), replaces this pair.
         layer=((lambda rng: jnp.zeros((tokens, heads, dim), jnp.bfloat16), *append.layer),),
         inputs=(normal(tokens, heads, dim), kv, normal_float32(dim), slots, positions, inv_freq),
         agree=agree,
@@ -150,6 +154,16 @@ def attention_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _attention_case(schema, group, tokens, attended, entries, shared=0):
+    """Returns a case of `sparse_attention` for `tokens` requests with one token each.
+
+    Args:
+      schema: schema of the cache.
+      group: the layer's group.
+      tokens: number of tokens and of requests.
+      attended: number of entries that a token attends to.
+      entries: number of entries of a request.
+      shared: number of entries in the pool if requests share blocks, see `paged_view`.
+    """
     config = schema.config
     heads = config.num_attention_heads
     dim = config.head_dim
@@ -197,6 +211,7 @@ def flush_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _flush_case(schema, group, label, requests, tokens, closes):
+    """Returns a case of `flush` for the entries of a group of layers. The other arguments are as in `_FLUSH_SHAPES`."""
     rate = group.compress_rate
     has_state = group.pooled_rows > 1
     closed = int(closes) if tokens == 1 else tokens // rate  # number of windows that a request's tokens complete
@@ -205,6 +220,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
+        """Returns the view of a compressor's state, as draws."""
         values = normal_float32(1, requests, group.pooled_rows, width) if has_state else None
         return ops.StateView(values, values, np.array(0), rate, group.overlap)
 
@@ -262,6 +278,7 @@ def _flush_in_halves(state, weights, projections, slots, positions, implementati
 
 
 def _compressor_weights(config, group, codec):
+    """Returns the parameters of the group's compressor for rows of `codec`, as draws."""
     layer = group.layers[0]
     bias = normal_float32(group.compress_rate, codec.dim * (1 + group.overlap))
     return ops.CompressorWeights(

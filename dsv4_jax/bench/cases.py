@@ -204,18 +204,19 @@ def paged_view(
       shared: number of entries in the pool. Each request gets distinct random blocks of the pool, which other requests
         may get, too. If 0, the pool has just the blocks that the requests need, in random order, and none is shared.
     """
-    rows = schema.entries_per_block(group.name)
-    blocks = np.array([-(-length // rows) for length in lengths])
+    block_entries = schema.entries_per_block(group.name)
+    block_counts = np.array([-(-length // block_entries) for length in lengths])
     view = IndexerView if isinstance(codec, KeyCodec) else ClassicalView
 
     def make(rng):
+        """Makes the view."""
         if shared:
-            block_ids = np.concatenate([rng.permutation(shared // rows)[:count] for count in blocks])
+            block_ids = np.concatenate([rng.permutation(shared // block_entries)[:count] for count in block_counts])
         else:
-            block_ids = rng.permutation(blocks.sum())
-        table = np.full((len(blocks), blocks.max()), -1)
-        table[np.arange(blocks.max()) < blocks[:, None]] = block_ids
-        pool = _random_rows(codec, rng, shared // rows or int(blocks.sum()), rows)
+            block_ids = rng.permutation(block_counts.sum())
+        table = np.full((len(block_counts), block_counts.max()), -1)
+        table[np.arange(block_counts.max()) < block_counts[:, None]] = block_ids
+        pool = _random_rows(codec, rng, shared // block_entries or int(block_counts.sum()), block_entries)
         return view(pool, jnp.int32(0), jnp.int32(table), group.compress_rate, codec)
 
     return make

@@ -83,8 +83,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     config = measured_config(config, report)
     options.check(config)
     if not each_kind:
-        whole = config.num_hidden_layers
-        count = options.layers or (_max_layers(config, options) if options.expert_memory is None else whole)
+        num_layers = config.num_hidden_layers
+        count = options.layers or (_max_layers(config, options) if options.expert_memory is None else num_layers)
         layers = layer_slices.chosen_layers(config, count)
         label = layer_slices.numbers_label(layers)
         yield from _run(layer_slices.slice_config(config, layers), options, report, label)
@@ -93,8 +93,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     for layer in layer_slices.layer_kinds(config):
         layers = layer_slices.with_sources(config, [layer])
         label = layer_slices.numbers_label(layers) + (f" x {count}" if count > 1 else "")
-        kind = layer_slices.kind_config(config, layers, count)
-        for row in _run(kind, options, report, label, loop=options.mesh is not None):
+        small_config = layer_slices.kind_config(config, layers, count)
+        for row in _run(small_config, options, report, label, loop=options.mesh is not None):
             yield {"layer_type": config.specs[layer].layer_type} | row
 
 
@@ -157,18 +157,18 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
         cases[0].time(loop=False)  # the first steps of a process are launched more slowly
     requests = cases[0].steps.requests  # the loop is measured for this batch size only
     times = [case.time(loop and case.steps.requests == requests) for case in _in_turn(cases, "timing steps")]
-    copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+    copy_rate = report["copy_bytes_per_second"] = timing.copy_bandwidth()
     if options.chunks:
         report["matmul_operations_per_second"] = timing.matmul_rate()
     kinds = ", ".join(dict.fromkeys(config.layer_types))
     print(
         f"{report['device']}, jax {report['jax']}. Layers of {model_title(report['shapes'])}: "
         f"{config.num_hidden_layers} ({kinds}), {tree_bytes(model.arrays) / 1e9:.2f} GB. Weights and cache are "
-        f"read at {copy / 1e9:,.0f} GB/s at most.\n",
+        f"read at {copy_rate / 1e9:,.0f} GB/s at most.\n",
         flush=True,
     )
-    for case, known in zip(_in_turn(cases, "profiling kernels"), times, strict=True):
-        yield case.profile(known, report)
+    for case, case_times in zip(_in_turn(cases, "profiling kernels"), times, strict=True):
+        yield case.profile(case_times, report)
 
 
 def _cases(config, model, options, skew):
@@ -204,6 +204,7 @@ def _max_layers(config, options):
     """Returns the number of layers whose weights fit the device's memory together with the largest cache."""
 
     def exceeds(count):
+        """Returns whether a model of `count` layers does not fit."""
         few = layer_slices.slice_config(config, layer_slices.chosen_layers(config, count))
         few = options.fit_tables(few.with_drafts(options.drafts > 0))
         model = abstract_model(few, options.mesh, expert_parallel=options.expert_parallel)

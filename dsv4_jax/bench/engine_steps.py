@@ -130,6 +130,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
 
 
 def _measure(model, config, options):
+    """Yields the results of prompts, then a result of decode steps for each number of requests."""
     prompts = options.prompts
     for requests in options.requests:
         manager = KVCacheManager(config, mesh=options.mesh, **options.cache_sizes(requests))

@@ -61,23 +61,24 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _query_case(schema, tokens):
+    """Returns a case that rotates and rounds the index queries of `tokens` tokens."""
     config = schema.config
-    key = group_with_keys(schema).key
+    codec = group_with_keys(schema).key
     heads = config.index_n_heads
     dim = config.index_head_dim
     inv_freq = jnp.asarray(config.inv_freq(next(spec.layer for spec in config.layers if spec.selects)))
 
     def call(q, weights, positions, inv_freq, *, implementation):
         if implementation == "xla":
-            return round_index_query_operands(key, q, weights, positions, inv_freq)
-        return round_index_query(q, weights, positions, inv_freq, key.layout)
+            return round_index_query_operands(codec, q, weights, positions, inv_freq)
+        return round_index_query(q, weights, positions, inv_freq, codec.layout)
 
     return Case(
         op="index query",
         shape=f"T={tokens}",
         # A value is read as bfloat16, 2 bytes. If the kernel multiplies E4M3, the value is written as E4M3, 1 byte, and
         # a float32 weight of each head is read and written. Otherwise the value is written as bfloat16.
-        nbytes=tokens * heads * (4 * dim if operand_dtype(key.layout) == jnp.bfloat16 else 3 * dim + 8),
+        nbytes=tokens * heads * (4 * dim if operand_dtype(codec.layout) == jnp.bfloat16 else 3 * dim + 8),
         call=call,
         inputs=(normal(tokens, heads, dim), normal_float32(tokens, heads), np.arange(tokens), inv_freq),
     )
@@ -95,17 +96,18 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
     """
     config = schema.config
     group = group_with_keys(schema)
-    key = group.key
+    codec = group.key
     rate = group.compress_rate
     heads = config.index_n_heads
     dim = config.index_head_dim
-    rows = len(lengths) * tokens
-    kernel_operands = jax.jit(functools.partial(round_index_query_operands, key, positions=None, inv_freq=None))
+    num_tokens = len(lengths) * tokens
+    kernel_operands = jax.jit(functools.partial(round_index_query_operands, codec, positions=None, inv_freq=None))
 
     def queries(rng):
-        q = normal(rows, heads, dim)(rng)
-        weights = normal_float32(rows, heads)(rng)
-        rounded = {"xla": (key.round_query(q), weights)}
+        """Returns {implementation: (queries, weights)}, rounded as the implementation takes them."""
+        q = normal(num_tokens, heads, dim)(rng)
+        weights = normal_float32(num_tokens, heads)(rng)
+        rounded = {"xla": (codec.round_query(q), weights)}
         if dim == DIM:
             rounded["mosaic_gpu"] = kernel_operands(q, weights)
         return rounded
@@ -122,14 +124,14 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
 
     # Number of pairs of a token and a key that the token sees. The token at position p sees `(p + 1) // rate` keys.
     scored = sum((rate * n - i) // rate for n in lengths for i in range(tokens))
-    query_bytes = jnp.dtype(operand_dtype(key.layout)).itemsize
-    input_bytes = sum(lengths) * tree_bytes(key.struct) + rows * (query_bytes * heads * dim + 4 * heads + 8)
+    query_bytes = jnp.dtype(operand_dtype(codec.layout)).itemsize
+    input_bytes = sum(lengths) * tree_bytes(codec.struct) + num_tokens * (query_bytes * heads * dim + 4 * heads + 8)
     return Case(
         op="scores + top-k" if topk else "indexer_scores",
         shape=label,
-        nbytes=input_bytes + 4 * (rows * topk or scored),
+        nbytes=input_bytes + 4 * (num_tokens * topk or scored),
         call=call,
-        layer=(paged_view(schema, group, key, lengths),),
+        layer=(paged_view(schema, group, codec, lengths),),
         inputs=(
             queries,
             np.repeat(np.arange(len(lengths)), tokens),
@@ -138,7 +140,7 @@ def _scores_case(schema, label, lengths, tokens, topk=0):
         flops=2 * heads * dim * scored,
         reads=True,
         agree=_same_selection if topk else _same_scores,
-        xla_calls=1 if rows * max(lengths) > 1 << 20 else None,
+        xla_calls=1 if num_tokens * max(lengths) > 1 << 20 else None,
     )
 
 

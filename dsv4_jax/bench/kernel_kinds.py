@@ -45,15 +45,15 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
       {"kernel_milliseconds": {kind: milliseconds a call}, "longest_kernels": [{"name", "kind", "launches",
       "milliseconds"}], "launches": number of launches a call}. A kernel's values are per call, too.
     """
-    kinds = kinds_by_name(text)
+    kinds_of = kinds_by_name(text)
     counts = collections.Counter()
     by_kind = dict.fromkeys([*KINDS, REST], 0.0)
     by_name = {}  # {(name of a kernel, its kind): milliseconds a call of each launch}
     for name, milliseconds in launches:
         key = _PALLAS.sub("", name)
-        if scopes := kinds.get(key):
+        if launch_kinds := kinds_of.get(key):
             # A kernel may run in several scopes. Its launches are in the order of the instructions.
-            kind = scopes[counts[key] % len(scopes)]
+            kind = launch_kinds[counts[key] % len(launch_kinds)]
         else:
             kind = next((kind for kind, pattern in _LIBRARIES.items() if pattern.search(name)), REST)
         counts[key] += 1
@@ -78,7 +78,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
         the text does not say the number of iterations.
     """
     computations = {}  # {name of a computation: its lines}
-    entry = []
+    entry = []  # lines of the computation that the program begins with
     lines = []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -88,6 +88,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
     kinds = {}
 
     def visit(lines: list[str]) -> None:
+        """Adds the launches of a computation and of the computations that it calls to `kinds`."""
         for line in lines[1:]:
             match = _INSTRUCTION.match(line)
             called = re.findall(r"%([\w.-]+)", " ".join(_CALLED.findall(line)))
@@ -108,6 +109,7 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
 
 
 def _kind(scopes):
+    """Returns the kind of a kernel. `scopes` are the named scopes of its instruction, the outermost first."""
     if any(ALL_REDUCE in scope for scope in scopes):
         return ALL_REDUCE
     # Scopes are nested. The outermost one names the part of the model that an instruction belongs to.

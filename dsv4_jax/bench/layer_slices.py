@@ -29,6 +29,7 @@ def _sources(config, layer):
 
 
 def _place(spec):
+    """Returns the group and the index under which the cache stores the entries that a layer attends to."""
     return spec.group, spec.index
 
 

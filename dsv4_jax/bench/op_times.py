@@ -66,20 +66,20 @@ def chosen_cases(
       names: names of ops, keys of `CASES`.
       only: texts. Only cases whose label, "OP SHAPE", contains one of them are measured. Empty for all cases.
     """
-    gpu = jax.default_backend() == "gpu"
-    kinds = set()
+    on_gpu = jax.default_backend() == "gpu"
+    seen_kinds = set()
     packaged = read_config(packaged_checkpoint())
-    is_large = not gpu and config.kv_format == packaged.kv_format and config.hidden_size > packaged.hidden_size
+    is_large = not on_gpu and config.kv_format == packaged.kv_format and config.hidden_size > packaged.hidden_size
     for name in dict.fromkeys(names):
-        model = packaged if is_large and name in _READ_WEIGHTS else config
-        schema = CacheSchema(model, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
+        case_config = packaged if is_large and name in _READ_WEIGHTS else config
+        schema = CacheSchema(case_config, num_blocks=0, max_requests=1, max_context=1, kv_format=kv_format)
         for case in CASES[name](schema):
             label = f"{case.op} {case.shape}"
             if only and not any(text in label for text in only):
                 continue
             kind = re.sub(r"\d+", "", label)
-            if gpu or (kind not in kinds and max(case.nbytes, case.layer_bytes) <= _MAX_CPU_BYTES):
-                kinds.add(kind)
+            if on_gpu or (kind not in seen_kinds and max(case.nbytes, case.layer_bytes) <= _MAX_CPU_BYTES):
+                seen_kinds.add(kind)
                 yield case
 
 
@@ -92,32 +92,33 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
         added to it.
       calls: number of timed calls of a case; at most 4 without a GPU.
     """
-    gpu = jax.default_backend() == "gpu"
-    report["clock"] = "kernel time, CUPTI, median" if gpu else "wall clock, median"
-    copy = report["copy_bytes_per_second"] = timing.copy_bandwidth()
-    read = report["read_bytes_per_second"] = timing.read_bandwidth()
-    matmul = report["matmul_operations_per_second"] = timing.matmul_rate()
+    on_gpu = jax.default_backend() == "gpu"
+    report["clock"] = "kernel time, CUPTI, median" if on_gpu else "wall clock, median"
+    copy_rate = report["copy_bytes_per_second"] = timing.copy_bandwidth()
+    read_rate = report["read_bytes_per_second"] = timing.read_bandwidth()
+    matmul_rate = report["matmul_operations_per_second"] = timing.matmul_rate()
     print(
         f"{report['device']}, jax {report['jax']}; {report['clock']}. Copying reaches "
-        f"{copy / 1e9:,.0f} GB/s, reads and writes counted; reading alone {read / 1e9:,.0f}; a bfloat16 matrix "
-        f"product {matmul / 1e12:,.1f} TFLOP/s.\n"
+        f"{copy_rate / 1e9:,.0f} GB/s, reads and writes counted; reading alone {read_rate / 1e9:,.0f}; a bfloat16 "
+        f"matrix product {matmul_rate / 1e12:,.1f} TFLOP/s.\n"
         f"{model_title(report['shapes'])} shapes, format {report['cache_format']}\n"
     )
-    rows = (_measure(case, calls if gpu else min(calls, 4), copy, read, matmul) for case in cases)
+    rows = (_measure(case, calls if on_gpu else min(calls, 4), copy_rate, read_rate, matmul_rate) for case in cases)
     yield from print_rows(rows, COLUMNS, op=-24, shape=-22, by=-10)
 
 
 def _measure(case, calls, copy, read, matmul):
+    """Returns a case's result. `copy` and `read` are bytes a second, `matmul` is operations a second."""
     layers, inputs = case.make(calls)
-    kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, layers[0], inputs[0])
-    xla = timing.median_seconds(case, "xla", layers, inputs[: case.xla_calls])
-    seconds = timing.median_seconds(case, "mosaic_gpu", layers, inputs) if kernel else xla
+    has_kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, layers[0], inputs[0])
+    xla_seconds = timing.median_seconds(case, "xla", layers, inputs[: case.xla_calls])
+    seconds = timing.median_seconds(case, "mosaic_gpu", layers, inputs) if has_kernel else xla_seconds
     rate = case.nbytes / seconds
     floor = max(case.nbytes / (read if case.reads else copy), case.flops / matmul)
     return {
         "op": case.op,
         "shape": case.shape,
-        "implementation": "mosaic_gpu" if kernel else "xla",
+        "implementation": "mosaic_gpu" if has_kernel else "xla",
         "microseconds": seconds * 1e6,
         "bytes": case.nbytes,
         "gigabytes_per_second": rate / 1e9,
@@ -126,6 +127,6 @@ def _measure(case, calls, copy, read, matmul):
         "teraflops": case.flops / seconds / 1e12,
         "floor_microseconds": floor * 1e6,
         "percent_of_roofline": 100 * floor / seconds,
-        "xla_microseconds": xla * 1e6,
-        "times_xla": xla / seconds,
+        "xla_microseconds": xla_seconds * 1e6,
+        "times_xla": xla_seconds / seconds,
     }

@@ -32,6 +32,7 @@ def plot_layers(report: Row, path: Path) -> None:
 
 
 def _layer_label(row):
+    """Returns the label of a case's bar."""
     label = f"{row['requests']} x {row['context']:,}"
     if "layer_type" in row:
         kind = row["layer_type"].removesuffix("_attention").replace("_", " ")

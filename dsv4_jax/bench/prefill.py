@@ -55,18 +55,20 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 
 def _measure(config, options, report):
+    """Yields a result for each kind of layer, chunk and context, then those for all layers together."""
     # `measured` maps indices of layers to {(context, chunk): amounts of these layers, see `_amounts`}.
     measured: dict[tuple[int, ...], dict] = {(): {}}
     # `totals` maps (context, chunk) to [number of layers, the amounts, the floor], summed over all layers.
     totals: dict[tuple[int, int], np.ndarray] = {}
     for layer, count in layer_kinds(config).items():
         layers = with_sources(config, [layer])
-        for part in (layers[:-1], layers):
-            if part not in measured:
-                steps = measure(kind_config(config, part).with_drafts(False), options, report)
-                measured[part] = {(step["context"], step["tokens"]): _amounts(step) for step in steps}
-        for size, whole in measured[layers].items():
-            amounts = whole - measured[layers[:-1]].get(size, 0)
+        others = layers[:-1]  # the layers that store or select entries for `layer`
+        for measured_layers in (others, layers):
+            if measured_layers not in measured:
+                steps = measure(kind_config(config, measured_layers).with_drafts(False), options, report)
+                measured[measured_layers] = {(step["context"], step["tokens"]): _amounts(step) for step in steps}
+        for size, with_others in measured[layers].items():
+            amounts = with_others - measured[others].get(size, 0)
             operations, nbytes = amounts[:2]
             seconds = nbytes / report["copy_bytes_per_second"], operations / report["matmul_operations_per_second"]
             floor = 1e3 * max(seconds)

@@ -99,15 +99,15 @@ class RandomSteps:
         """
         if self._chunk is not None:
             return self._chunk
-        count = self.requests * self.tokens
+        num_tokens = self.requests * self.tokens
         step_number = self.manager.length(self._slots[0]) % DRAWS  # a decode step makes a request one token longer
-        ids = (step_number * count + np.arange(count, dtype=np.int32)) % self.manager.schema.config.vocab_size
-        size = self.shard_requests * self.tokens
+        ids = (step_number * num_tokens + np.arange(num_tokens, dtype=np.int32)) % self.manager.schema.config.vocab_size
+        shard_tokens = self.shard_requests * self.tokens
         batch = self.manager.prepare_forward(
             dict(zip(self._slots, np.split(ids, self.requests), strict=True)),
             reserve=reserve,
-            prefill_size=size,
-            decode_size=0 if self.is_prefill or self.batch_invariant else size,
+            prefill_size=shard_tokens,
+            decode_size=0 if self.is_prefill or self.batch_invariant else shard_tokens,
         )
         batch = dataclasses.replace(batch, adapters=self._adapters)
         if self.is_prefill:
@@ -170,13 +170,16 @@ def _begin_step(_, cache, batch):
 
 
 def _program(function, args, **options):
+    """Returns the program for a call of a jitted function, from the store or newly compiled."""
     return find_program(function, args, options) or compile_program(function, args, options)
 
 
 def _random_cache(schema):
+    """Returns the cache of `random_cache`, on a single device."""
     cache = KVCache.zeros(schema)
 
     def fill(pool, codec) -> Any:
+        """Returns a pool with encoded random rows; None without a pool."""
         if pool is None:
             return None
         _, blocks, rows, _ = jax.tree.leaves(pool)[0].shape  # in windows, `blocks` is the number of slots

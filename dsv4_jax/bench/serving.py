@@ -76,6 +76,7 @@ class Workload:
         rng = np.random.default_rng(self.seed)
 
         def ids(low, high):
+            """Returns `low` to `high` random token ids."""
             # Token ids 0 and 1 are left out, because they mark the beginning and the end of a text.
             return rng.integers(2, vocabulary, size=rng.integers(low, high, endpoint=True)).tolist()
 
@@ -113,6 +114,7 @@ def run(workload: Workload, mesh: Mesh | None = None) -> Iterator[Row]:
 
 
 def _measure(config, workload, mesh):
+    """Yields the measurements without and then with a prefix cache."""
     model = CompiledModel(load_checkpoint(packaged_checkpoint(), mesh=mesh))
     replies = []
     for cached in (False, True):
@@ -130,6 +132,7 @@ def _measure(config, workload, mesh):
 
 
 def _engine(model, config, workload, cached, mesh):
+    """Returns an engine that can serve the workload, with a prefix cache if `cached` is True."""
     # There are twice the blocks that running requests can hold, so that half of them can hold cached prefixes.
     manager = KVCacheManager(
         config,
@@ -160,6 +163,7 @@ def _serve(engine, script):
     first_tokens = []  # (number of tokens sent, milliseconds until the first token of the reply) of each request
 
     def send(conversation, turn, history):
+        """Sends a turn, after the tokens of the conversation so far."""
         prompt, length = script[conversation][turn]
         request = engine.add(history + prompt, max_new_tokens=length)
         sent[request] = conversation, turn, time.perf_counter()
@@ -170,9 +174,9 @@ def _serve(engine, script):
     while engine.busy:
         for output in engine.step():
             request = output.request
-            conversation, turn, since = sent[request]
+            conversation, turn, sent_at = sent[request]
             if len(request.generated) == len(output.tokens):
-                first_tokens.append((len(request.prompt), 1e3 * (time.perf_counter() - since)))
+                first_tokens.append((len(request.prompt), 1e3 * (time.perf_counter() - sent_at)))
             if request.finish_reason is not None:
                 replies[conversation, turn] = request.generated
                 if turn + 1 < len(script[conversation]):
@@ -181,6 +185,7 @@ def _serve(engine, script):
 
 
 def _measurements(metrics, first_tokens, seconds):
+    """Returns the measurements of a served workload. `first_tokens` is as in `_serve`; `seconds` is the total time."""
     tokens_sent = sum(tokens for tokens, _ in first_tokens)
     waits = sorted(wait for _, wait in first_tokens)
     return {
@@ -205,4 +210,5 @@ def _measurements(metrics, first_tokens, seconds):
 
 
 def _compiled(model):
+    """Returns the number of programs compiled so far: those of the model, and those of `MOVES`."""
     return model.compilations + sum(program._cache_size() for program in MOVES)

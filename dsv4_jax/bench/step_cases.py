@@ -83,11 +83,11 @@ class StepCase:
         steps = self.steps
         schema = steps.manager.schema
         mesh = steps.manager.mesh
-        operations, nbytes, head = step_work(steps, self.context + (steps.tokens if steps.is_prefill else 0))
-        copy = report["copy_bytes_per_second"]
-        floor = nbytes / copy
+        operations, nbytes, head_bytes = step_work(steps, self.context + (steps.tokens if steps.is_prefill else 0))
+        copy_rate = report["copy_bytes_per_second"]
+        floor = nbytes / copy_rate
         if steps.is_prefill:
-            floor = max((nbytes - head) / copy, operations / report["matmul_operations_per_second"])
+            floor = max((nbytes - head_bytes) / copy_rate, operations / report["matmul_operations_per_second"])
         row: Row = {
             "layers": schema.config.num_hidden_layers,
             "requests": steps.requests,
@@ -98,7 +98,7 @@ class StepCase:
             **times,
             "operations": operations,
             "floor_bytes": nbytes,
-            "head_bytes": head,
+            "head_bytes": head_bytes,
             "floor_milliseconds": 1e3 * floor,
             "percent_of_floor": 1e5 * floor / times["milliseconds"],
             "kernel_milliseconds": {},

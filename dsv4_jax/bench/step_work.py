@@ -26,10 +26,10 @@ def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
     """
     model = steps.model.module
     requests = steps.shard_requests
-    operations, read = cache_work(steps, context)
+    request_operations, request_bytes = cache_work(steps, context)
     products, weights = weight_work(model, steps.manager.schema.config, requests, steps.tokens, steps.drafts)
     head = (1 + draft_passes(model.config, steps.drafts)) * tree_bytes(model.lm_head)
-    return requests * operations + products, requests * read + weights, head
+    return requests * request_operations + products, requests * request_bytes + weights, head
 
 
 def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: int, drafts: int) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     for path, weight in nnx.to_flat_state(nnx.state(model)):
         is_draft = path[0] == "drafts"
         is_expert = "experts" in path
-        # The number of inputs for which a weight is read once.
+        # The number of inputs that are multiplied by a weight while it is read once.
         rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)
         experts, selected = config.layer_experts(config.num_hidden_layers if is_draft else 0)
         share = selected / experts  # share of the layer's experts that one token selects
@@ -68,8 +68,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
         nbytes += tree_bytes(weight) * reads * read_share
 
         if "layers" in path and not is_draft and len(weight.shape) > 2:
-            whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
-            values = math.prod(weight.shape) * tree_bytes(weight) / whole  # number of values in this device's shard
+            all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
+            values = math.prod(weight.shape) * tree_bytes(weight) / all_bytes  # number of values in this device's shard
             operations += 2 * rows * reads * values * (share if is_expert else 1)
     return round(operations), round(nbytes)
 
@@ -83,30 +83,30 @@ def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
     """
     schema = steps.manager.schema
     config = schema.config
-    row = tree_bytes(schema.window_codec.struct)
-    windows = config.num_draft_layers * draft_passes(config, steps.drafts)
-    read = windows * min(context, config.sliding_window) * row
+    row_bytes = tree_bytes(schema.window_codec.struct)
+    draft_windows = config.num_draft_layers * draft_passes(config, steps.drafts)
+    bytes_read = draft_windows * min(context, config.sliding_window) * row_bytes
     visible_tokens = np.arange(context - steps.tokens, context) + 1  # number of tokens up to each token of the step
     attended = scored = 0
     for spec in config.specs:
-        read += min(context, config.window(spec.layer)) * row
+        bytes_read += min(context, config.window(spec.layer)) * row_bytes
         attended += np.minimum(visible_tokens, config.window(spec.layer)).sum()
         if spec.group is not None:
             group = schema.groups[spec.group]
             visible = visible_tokens // spec.compress_rate
             topk = context if spec.selection is None else config.topk(spec.selection)
             attended += np.minimum(visible, topk).sum()
-            read += min(visible[-1], steps.tokens * topk) * tree_bytes(group.entry.struct)
+            bytes_read += min(visible[-1], steps.tokens * topk) * tree_bytes(group.entry.struct)
             if spec.selects and group.key is not None:
                 keys = visible
                 if spec.candidates is not None and not spec.makes_candidates:
                     keys = np.minimum(visible, config.candidate_topk_blocks * config.candidate_block_size)
                 scored += keys.sum()
-                read += min(visible[-1], keys.sum()) * tree_bytes(group.key.struct)
+                bytes_read += min(visible[-1], keys.sum()) * tree_bytes(group.key.struct)
     mesh = steps.manager.mesh
     heads = config.num_attention_heads // (1 if mesh is None else mesh.shape.get(MODEL_AXIS, 1))
     operations = 4 * heads * config.head_dim * attended
-    return int(operations + 2 * config.index_n_heads * config.index_head_dim * scored), int(read)
+    return int(operations + 2 * config.index_n_heads * config.index_head_dim * scored), int(bytes_read)
 
 
 def draft_passes(config: DSV4Config, count: int) -> int:

@@ -54,6 +54,7 @@ def run(width: int, mesh: Mesh, report: Row) -> Iterator[Row]:
 
 
 def _measure(tokens, width, mesh, mailboxes):
+    """Checks and times the all-reduces of [tokens, width] values. Returns the result."""
     devices = mesh.shape[MODEL_AXIS]
     best = "xla" if mailboxes is None else "mosaic_gpu"
     x = np.random.default_rng(tokens).normal(size=(devices, tokens, width)).astype(jnp.bfloat16)
@@ -62,16 +63,16 @@ def _measure(tokens, width, mesh, mailboxes):
     for name, all_reduce in sums.items():
         _check_sum(name, shards, _on_devices(all_reduce, mesh, mailboxes)(shards))
     seconds = {name: _loop_seconds(call, shards, mesh, mailboxes) for name, call in sums.items()}
-    without = _loop_seconds(lambda x: x, shards, mesh, mailboxes)
-    net = {name: 1e6 * (total - without) for name, total in seconds.items()}
+    empty_loop_seconds = _loop_seconds(lambda x: x, shards, mesh, mailboxes)
+    microseconds = {name: 1e6 * (total - empty_loop_seconds) for name, total in seconds.items()}
     return {
         "op": "all_reduce",
         "shape": f"[{tokens}, {width}]",
         "implementation": best,
         "devices": devices,
-        "microseconds": net[best],
-        "xla_microseconds": net["xla"],
-        "times_xla": net["xla"] / net[best],
+        "microseconds": microseconds[best],
+        "xla_microseconds": microseconds["xla"],
+        "times_xla": microseconds["xla"] / microseconds[best],
         "loop_microseconds": 1e6 * seconds[best],
     }
 
@@ -96,6 +97,7 @@ def _loop_seconds(call, shards, mesh, mailboxes):
     """Measures the seconds of one call in a loop on the devices. Each call gets half of the previous call's result."""
 
     def iteration(_, x):
+        """Runs the all-reduces of one iteration."""
         for _ in range(UNROLLED):
             total = call(x)
             x = lax.optimization_barrier(total * jnp.asarray(0.5, total.dtype))

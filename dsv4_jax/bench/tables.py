@@ -43,6 +43,7 @@ def print_rows(
     """
 
     def print_line(cells):
+        """Prints a line of cells, each padded to the width of its column."""
         padded = []
         for name, text in zip(columns, cells, strict=True):
             least = widths.get(name, 8)
@@ -59,6 +60,7 @@ def print_rows(
 
 
 def _cell(text, row):
+    """Returns the text of a cell; an empty text if the row lacks a field of the format."""
     try:
         return text.format(**row)
     except KeyError:
@@ -88,13 +90,13 @@ def layer_share(row: Row) -> Row:
       * outside: milliseconds of the kernels of the embedding, the head and sampling.
     """
     times = row["kernel_milliseconds"]
-    share = 1e3 / row["layers"]
+    to_layer = 1e3 / row["layers"]  # factor from milliseconds of a step to microseconds of a layer
     outside = sum(times.get(kind, 0.0) for kind in OUTSIDE)
     floor = row["floor_milliseconds"] * (1 - row.get("head_bytes", 0) / row["floor_bytes"])
-    kinds = {kind: share * times[kind] for kind in LAYER_KINDS if kind in times}
-    added = {"layer": share * (row["milliseconds"] - outside), "layer_floor": share * floor, "kinds": kinds}
+    kinds = {kind: to_layer * times[kind] for kind in LAYER_KINDS if kind in times}
+    added = {"layer": to_layer * (row["milliseconds"] - outside), "layer_floor": to_layer * floor, "kinds": kinds}
     if times:
-        added |= {"outside": outside, "gaps": share * row["gap_milliseconds"]}
+        added |= {"outside": outside, "gaps": to_layer * row["gap_milliseconds"]}
     return row | added
 
 

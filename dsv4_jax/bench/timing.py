@@ -30,6 +30,7 @@ def kernel_is_right(case: Case, layer: tuple, inputs: tuple) -> bool:
     """
 
     def result(implementation):
+        """Returns the result of an implementation."""
         copied = jax.tree.map(jnp.copy, layer) if case.updates else layer
         return _jitted(case, implementation)(*copied, *inputs)
 
@@ -56,6 +57,7 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
     function = _jitted(case, implementation)
 
     def call(i):
+        """Runs call i, with its inputs and its layer."""
         layer = i % len(layers)
         result = function(*layers[layer], *inputs[i])
         if case.updates:
@@ -157,6 +159,7 @@ def _seconds(call, count):
     """
 
     def calls():
+        """Runs all calls. Returns the wall-clock seconds of each."""
         return [wall_seconds(call, i) for i in range(count)]
 
     if not _on_gpu():

@@ -136,20 +136,29 @@ def experts_cases(schema: CacheSchema) -> Iterator[Case]:
     config = schema.config
     inner = config.moe_intermediate_size
     is_v41 = config.weight_block != WEIGHT_BLOCK
-    kinds = {"FP4": inner}
+    widths = {"FP4": inner}
     if not is_v41:
-        kinds["bfloat16"] = inner
+        widths["bfloat16"] = inner
     elif inner // 4 % 32 == 0:  # a quarter consists of whole blocks of values with one scale
-        kinds["FP4 / 4"] = inner // 4
-    for kind, width in kinds.items():
+        widths["FP4 / 4"] = inner // 4
+    for kind, width in widths.items():
         for tokens in (1, 8, 32, 128, 2048, 8192):
             yield _experts_case(config, kind, tokens, width)
     for tokens in (1, 8) if is_v41 else ():
-        for kind, width in kinds.items():
+        for kind, width in widths.items():
             yield _experts_case(config, kind, tokens, width, has_shared=True)
 
 
 def _experts_case(config, kind, tokens, inner, *, has_shared=False):
+    """Returns a case of `ops.experts`.
+
+    Args:
+      config: configuration of the model.
+      kind: key of `widths` in `experts_cases`: the storage, and whether the experts are shards.
+      tokens: number of tokens.
+      inner: number of inner channels of an expert, or of its shard.
+      has_shared: whether the op also computes the shared expert.
+    """
     num_experts = config.n_routed_experts
     top_k = config.num_experts_per_tok
     hidden = config.hidden_size
@@ -165,12 +174,14 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
         shared = tuple(_quantized_weight(fp8_kind(config.weight_block), *shape) for shape in shapes)
 
     def selected(rng):
+        """Returns the experts of each token, all different if `is_disjoint` is True."""
         if is_disjoint:
             return rng.permutation(num_experts)[:pairs].reshape(tokens, top_k)
         return np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
 
     def call(weights, shared, *arrays, implementation):
         def run(arrays):
+            """Computes the experts of up to `_MAX_XLA` tokens if XLA computes, else of all tokens."""
             options = {"limit": config.swiglu_limit, "implementation": implementation}
             return ops.experts(*arrays, *weights, shared=shared, **options)
 
@@ -203,6 +214,7 @@ def hyper_connections_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _hyper_connections_case(config, tokens):
+    """Returns a case of `ops.hyper_connections` for `tokens` tokens."""
     h = config.hc_mult
     width = config.hidden_size
     rows = (2 + h) * h
@@ -256,6 +268,7 @@ def router_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _router_case(config, tokens, *, hashed):
+    """Returns a case of `ops.router`, whose experts a table selects by token id if `hashed` is True."""
     experts = config.n_routed_experts
     width = config.hidden_size
     top_k = config.num_experts_per_tok

@@ -42,7 +42,7 @@ class Batch(Summarized):
       adapters: [max_requests] int32, index of each slot's adapter, -1 = none (see `nn.lora`); None = no adapters.
       is_image: [T] bool, whether a token is a part of an image; None = all tokens are text. A model that knows images
         (`DSV4Config.image_token_id`) routes such a token by another bias, and leaves it out of n-grams. The embedding
-        of every token is looked up by its id; override `embed` to use another embedding for images.
+        of every token is looked up by its id; override the model's `embed` to use another embedding for images.
       decisions: Decisions [T, ...] that the layers take instead of making their own, see `with_decisions`; None = the
         layers make all decisions.
       schema: geometry of the cache that the batch is for, which is checked at trace time; None = not checked (static).
@@ -88,6 +88,7 @@ class Batch(Summarized):
         """
 
         def of_tokens(codes: Any) -> Any:
+            """Returns the codes [T, ...] of the batch's tokens; 0 for tokens without a row."""
             codes = jnp.asarray(codes)
             has_row = (self.slots < codes.shape[0]) & (self.positions < codes.shape[1])
             slots = jnp.where(has_row, self.slots, -1)
@@ -112,6 +113,7 @@ class Batch(Summarized):
             return None, None
 
         def of_layer(codes: Any, row: Any) -> Any:
+            """Returns the ids in one row of each token's codes."""
             return None if codes is None else decode_ids(jnp.asarray(codes)[:, row])
 
         selection_row = jnp.asarray(selection_rows(config))[layer]

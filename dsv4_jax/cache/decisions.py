@@ -50,12 +50,13 @@ class Decisions(Summarized):
           config, max_context: as for `decision_types`.
         """
         fields = {}
-        for name, of_token in decision_types(config, max_context).items():
+        for name, struct in decision_types(config, max_context).items():
             items = [(layers, values[name]) for layers, values in recorded if name in values and name in names]
             if items:
+                # The recorded values are in the order of the loops. `order` sorts them by layer.
                 order = np.argsort([*itertools.chain.from_iterable(layers for layers, _ in items)])
-                ids = [_widened(values, of_token.shape[-1]) for _, values in items]
-                codes = encode_ids(jnp.concatenate(ids), of_token.dtype)
+                ids = [_widened(values, struct.shape[-1]) for _, values in items]
+                codes = encode_ids(jnp.concatenate(ids), struct.dtype)
                 fields[name] = codes[order].swapaxes(0, 1)
         return cls(**fields)
 
@@ -75,6 +76,7 @@ class Decisions(Summarized):
             raise ValueError(f"sequences{missing} are None: make the engine with record_decisions")
 
         def pad(*arrays: np.ndarray) -> np.ndarray:
+            """Returns the sequences' arrays of one field as one array."""
             dtype = np.result_type(*arrays)  # the codes' dtypes differ if the engines' `max_context` do
             result = np.zeros((len(arrays), length, *arrays[0].shape[1:]), dtype)
             for row, array in zip(result, arrays, strict=True):
@@ -149,4 +151,5 @@ def _code_dtype(count):
 
 
 def _widened(ids, width):
+    """Pads ids [..., n] at the end with -1 to [..., width]."""
     return jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, width - ids.shape[-1])], constant_values=-1)

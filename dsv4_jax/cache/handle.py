@@ -213,7 +213,7 @@ class LayerCacheHandle(Summarized):
         """Reads the W window rows of each token, from the oldest one to the token's own.
 
         Returns:
-          (kv [T, W, head_dim] in the model's dtype; valid [T, W] bool).
+          (kv [T, W, head_dim] in the model's dtype, zeros where not valid; valid [T, W] bool).
         """
         return ops.gather_swa_kv(self.read_swa_view(), *self._places, new_kv=self.pending, dtype=self._dtype)
 
@@ -224,7 +224,7 @@ class LayerCacheHandle(Summarized):
           indices: [T, K] int32 indices of entries within each token's request; -1 = none.
 
         Returns:
-          (kv [T, K, head_dim] in the model's dtype; valid [T, K] bool).
+          (kv [T, K, head_dim] in the model's dtype, zeros where not valid; valid [T, K] bool).
         """
         view = self.read_classical_view()
         self._check_shape("indices", indices, None)
@@ -235,7 +235,8 @@ class LayerCacheHandle(Summarized):
         """Reads all compressed entries that each token sees.
 
         Returns:
-          (kv [T, E, head_dim] in the model's dtype; valid [T, E] bool), E = the largest number of entries of a request.
+          (kv [T, E, head_dim] in the model's dtype, zeros where not valid; valid [T, E] bool), E = the largest number
+          of entries of a request.
         """
         view = self.read_classical_view()
         return self._reduce_rows(ops.gather_all_compressed_kv(view, *self._places, dtype=self._dtype))
@@ -314,16 +315,19 @@ class LayerCacheHandle(Summarized):
         """
         arrays = *arrays, candidates
         tokens = self.batch.slots.shape[0]
-        size = max(1, MAX_SCORES // self._num_scores(candidates))
-        if tokens <= size:
+        tile_size = max(1, MAX_SCORES // self._num_scores(candidates))
+        if tokens <= tile_size:
             return function(self, *arrays)
 
         def split(x):
+            """Divides x [tokens, ...] into tiles: [tiles, tile_size, ...]."""
+            # The last tile is filled up with padding tokens, whose position and slot are -1.
             fill = 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1
-            padding = [(0, -tokens % size)] + [(0, 0)] * (x.ndim - 1)
-            return jnp.pad(x, padding, constant_values=fill).reshape(-1, size, *x.shape[1:])
+            padding = [(0, -tokens % tile_size)] + [(0, 0)] * (x.ndim - 1)
+            return jnp.pad(x, padding, constant_values=fill).reshape(-1, tile_size, *x.shape[1:])
 
         def run(tile):
+            """Calls `function` with the batch and the arrays of one tile."""
             per_token, arrays = tile
             batch = dataclasses.replace(self.batch, **per_token)
             return function(dataclasses.replace(self, batch=batch, pending=None), *arrays)
@@ -393,22 +397,22 @@ class LayerCacheHandle(Summarized):
         compressed = None if self.spec.group is None else self.read_classical_view()
         kv = ops.AttentionKV(self.read_swa_view(), compressed, indices, self.pending)
         positions = self.batch.positions
-        block = self.batch.draft_block
-        if block:
+        draft_block = self.batch.draft_block
+        if draft_block:
             # Every token of a block sees the rows that the block's last token sees, so attention gets the position of
             # the last token. RoPE below rotates by the token's own position.
-            offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % block
-            positions = jnp.where(positions >= 0, positions + (block - 1) - offsets, -1)
+            offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % draft_block
+            positions = jnp.where(positions >= 0, positions + (draft_block - 1) - offsets, -1)
         out = ops.sparse_attention(
             q,
             sinks,
             kv,
             self.batch.slots,
             positions,
-            inv_freq=None if block else inv_freq,
+            inv_freq=None if draft_block else inv_freq,
             context_parallel=compressed is not None and self._is_sharded,
         )
-        if block and inv_freq is not None:
+        if draft_block and inv_freq is not None:
             out = ops.apply_rope(out, jnp.maximum(self.batch.positions, 0), inv_freq, inverse=True)
         if self.pending is None:
             return out, self

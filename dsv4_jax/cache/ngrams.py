@@ -24,9 +24,9 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
 
     Returns:
       ([T, max_ngram_size] int32 compressed ids: the id of the token itself, of the preceding token, and so on; the
-      cache with the new ids). Going back from the token, all ids are the compressed id of
-      `EngramConfig.pad_token_id` once a part of an image is met or the start of the request is passed. This id also
-      stands for padding tokens.
+      cache with the new ids). The compressed id of `EngramConfig.pad_token_id` stands for tokens before the start of
+      the request. It also stands for a part of an image and for all tokens that precede this part in the n-gram. The
+      n-gram of a padding token holds only this id.
     """
     engram = cache.schema.config.engram
     assert engram is not None
@@ -37,12 +37,13 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
     tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
     start, _ = run_bounds(batch.slots)
     ring = cache.ngram_ids.shape[2]
-    back = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
-    source = batch.positions[:, None] - back
-    index = tokens[:, None] - back
-    stored = take(cache.ngram_ids, 0, batch.slots[:, None], source % ring)[..., 0]
+    distance = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
+    position = batch.positions[:, None] - distance
+    index = tokens[:, None] - distance
+    stored = take(cache.ngram_ids, 0, batch.slots[:, None], position % ring)[..., 0]
     ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
-    is_outside = (source < 0) | (ngrams == _IMAGE)
+    # An n-gram ends before the start of the request and before an image: all earlier ids become `pad_id`.
+    is_outside = (position < 0) | (ngrams == _IMAGE)
     ngrams = jnp.where(jax.lax.cummax(is_outside.astype(jnp.int32), axis=1) > 0, pad_id, ngrams)
     # The barrier orders the read above before the write below. Otherwise XLA copies the ring.
     ngrams, ids = jax.lax.optimization_barrier((ngrams, ids))

@@ -73,6 +73,7 @@ class KVCache(Summarized):
         """Makes an empty cache on the default device or a mesh: zeros, but -inf in gates and -1 in the block table."""
 
         def full(path, struct):
+            """Makes the empty array at `path`."""
             # The dtype is explicit, because a step would be compiled once more for weakly typed arrays.
             return jnp.full(struct.shape, _empty_value(path), struct.dtype, device=struct.sharding)
 
@@ -83,6 +84,7 @@ class KVCache(Summarized):
         """Returns a cache with a `NamedSharding` in the place of each array, as `jax.device_put` takes them."""
 
         def place(path, x):
+            """Returns the sharding of the array at `path`."""
             if path[0].name == "mailboxes":
                 return mailbox_sharding(mesh)
             return named_sharding(self._axes(path), mesh, x.ndim)
@@ -209,6 +211,7 @@ class KVCache(Summarized):
         slots = self.block_table.shape[0]
 
         def past_end(index, keep):
+            """Replaces indices that are negative or not kept by one past the end, to which nothing is written."""
             return jnp.where(keep & (index >= 0), index, slots)
 
         reset = past_end(batch.reset_slots, True)
@@ -240,6 +243,7 @@ class KVCache(Summarized):
         slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 
         def wipe(path, x):
+            """Empties the slots in the array at `path`."""
             axes = self._axes(path)
             if "slots" not in axes:
                 return x

@@ -85,22 +85,23 @@ def read_request(
     for name, spec in schema.groups.items():
         rate = spec.compress_rate
         overlap = spec.overlap
-        opened = min_length // rate * rate
+        open_start = min_length // rate * rate
         groups[name] = PoolGroup()
         if boundary and not overlap:
             continue
         count = rate if boundary else schema.state_ring(name)
-        states, positions = _newest_rows(cache.groups[name].by_slot, slot, length, count, opened - rate * overlap)
+        states, positions = _newest_rows(cache.groups[name].by_slot, slot, length, count, open_start - rate * overlap)
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
             # The next entry pools only the first half of the channels of the window preceding the open one.
-            states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= opened), states)
+            states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= open_start), states)
         groups[name] = states
     return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")
 
 
 def _pooled_again(x, *, is_open):
+    """Returns x [layers, n, width] with zeros in the second half of the channels where `is_open` [n] is False."""
     first_half = jnp.arange(x.shape[-1], dtype=jnp.int32) < x.shape[-1] // 2
     return jnp.where((first_half[None, :] | is_open[:, None])[None], x, 0)
 
@@ -135,6 +136,7 @@ def write_request(
         return cache
 
     def write(new, pool):
+        """Writes the request's rows of one pool, the newest at position `length - 1`."""
         if new is None:  # rows at a block boundary lack the states that are not live there
             return pool
         ring = pool.shape[2]
@@ -176,21 +178,24 @@ def copy_request(
     targets = _local_slots(cache, targets)
     source_block = _local_blocks(cache, source_block)
     target_blocks = _local_blocks(cache, target_blocks)
-    across = "context" if cache.schema.context_parallel else None  # a block and its copy may lie on different devices
+    # With context parallelism, a block and its copy may lie on different devices.
+    block_axis = "context" if cache.schema.context_parallel else None
 
-    def copy(pool, to, index, across=None):
-        # Targets are written one after another, because a single scatter would hold all copies in memory.
+    def copy(pool, to, index, axis=None):
+        """Copies row `index` on axis 1 of a pool to row `to`; -1 = the row lies on another device."""
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
-        row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), across)
+        row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), axis)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))
         return jax.lax.dynamic_update_index_in_dim(pool, row, to, axis=1)
 
-    def one(i, carry):
+    def copy_to_target(i, carry):
+        """Copies the rows and the block to target i."""
         by_slot, paged = carry
         by_slot = jax.tree.map(lambda pool: copy(pool, targets[i], source), by_slot)
-        return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, across), paged)
+        return by_slot, jax.tree.map(lambda pool: copy(pool, target_blocks[i], source_block, block_axis), paged)
 
-    by_slot, paged = jax.lax.fori_loop(0, count, one, (_slot_pools(cache), cache.paged))
+    # Targets are written one after another, because a single scatter would hold all copies in memory.
+    by_slot, paged = jax.lax.fori_loop(0, count, copy_to_target, (_slot_pools(cache), cache.paged))
     to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
     cache = dataclasses.replace(
         cache,
@@ -216,12 +221,13 @@ def read_blocks(
     Returns:
       {name of the group: PoolGroup} with only `entries` and `keys` set: [layers, n, entries per block, ...].
     """
-    order = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    block_indices = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
     blocks = _local_blocks(cache, blocks)
 
     def read(pool, rate):
+        """Reads the blocks from one pool, with zeros for entries that are not live."""
         per_block = pool.shape[2]
-        entries = order[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)[None, :]
+        entries = block_indices[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)[None, :]
         live = (blocks >= 0)[:, None] & (entries < length // rate)
         return _keep(pool.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), live)
 

@@ -233,9 +233,11 @@ class CacheSchema:
         width = 1 + spec.overlap
 
         def paged(codec):
+            """Returns the structs of a pool of entries or keys; None without a codec."""
             return codec and _prepend(codec.struct, layers, self.num_blocks, self.entries_per_block(group))
 
         def state(codec):
+            """Returns the structs of the state of the compressor that makes rows of `codec`; None if there is none."""
             if codec is None or spec.pooled_rows == 1:
                 return None
             shape = (layers, self.max_requests, self.state_ring(group), codec.dim * width)
@@ -347,14 +349,14 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
       ValueError: the fixed bytes of all slots and one block exceed the budget.
     """
     empty = CacheSchema(config, num_blocks=0, **sizes)
-    fixed = empty.memory_bytes()
-    block = empty.block_bytes
-    if memory_bytes < fixed + block:
+    fixed_bytes = empty.memory_bytes()
+    bytes_per_block = empty.block_bytes
+    if memory_bytes < fixed_bytes + bytes_per_block:
         raise ValueError(
-            f"memory={memory_bytes} holds no block: {empty.max_requests} slots take {fixed} bytes "
-            f"({empty.bytes_per_request} each) and a block takes {block}; raise memory or lower max_requests"
+            f"memory={memory_bytes} holds no block: {empty.max_requests} slots take {fixed_bytes} bytes "
+            f"({empty.bytes_per_request} each) and a block takes {bytes_per_block}; raise memory or lower max_requests"
         )
-    return (memory_bytes - fixed) // block if block else empty.max_requests * empty.max_blocks
+    return (memory_bytes - fixed_bytes) // bytes_per_block if bytes_per_block else empty.max_requests * empty.max_blocks
 
 
 # A cache and a model that uses the cache must agree in these fields of a DSV4Config, and in `layers`.
@@ -365,6 +367,7 @@ _CONFIG_FIELDS = (
 
 
 def _config_differences(mine, other, name):
+    """Returns text about how the configuration `other` differs from `mine` in what a cache depends on."""
     differences = _differences(mine, other, _CONFIG_FIELDS, name)
     if differences or mine.layers == other.layers:
         return differences
@@ -373,6 +376,7 @@ def _config_differences(mine, other, name):
 
 
 def _differences(mine, other, fields, name):
+    """Returns text about the fields in which `other`, which the text calls `name`, differs from `mine`."""
     pairs = {field: (getattr(other, field), getattr(mine, field)) for field in fields}
     return "; ".join(f"{field} is {a} in the {name}, {b} in the cache" for field, (a, b) in pairs.items() if a != b)
 

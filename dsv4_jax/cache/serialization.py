@@ -25,6 +25,7 @@ def _described(x):
 
 
 def _from_state(cache, state):
+    """Returns the cache with the arrays of `state`. Raises ValueError if an array is missing, extra or does not fit."""
     leaves = _to_state(cache)
     for name in sorted(leaves.keys() | state.keys()):
         stored, mine = (_described(arrays[name]) if name in arrays else "nothing" for arrays in (state, leaves))

@@ -33,17 +33,17 @@ def advance_streams(
     start, _ = run_bounds(batch.slots)
     ring = cache.streams.shape[2]
     stored = take(cache.streams, 0, batch.slots, (batch.positions - 1) % ring)
-    before = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), stored.reshape(streams.shape))
+    previous = jnp.where((tokens > start)[:, None, None], jnp.roll(streams, 1, axis=0), stored.reshape(streams.shape))
     # The barrier orders the read above before the write below. Otherwise XLA copies the pool.
-    before, streams = jax.lax.optimization_barrier((before, streams))
+    previous, streams = jax.lax.optimization_barrier((previous, streams))
     flat = streams.reshape(streams.shape[0], -1)
     pool = put_in_rings(cache.streams, flat, 0, batch.slots, batch.positions)
-    earlier = (batch.slots >= 0) & (batch.positions > 0)
+    has_predecessor = (batch.slots >= 0) & (batch.positions > 0)
     shifted = dataclasses.replace(
         batch,
-        positions=jnp.where(earlier, batch.positions - 1, -1),
-        slots=jnp.where(earlier, batch.slots, -1),
+        positions=jnp.where(has_predecessor, batch.positions - 1, -1),
+        slots=jnp.where(has_predecessor, batch.slots, -1),
         new_blocks=batch.new_blocks[:0],
         reset_slots=batch.reset_slots[:0],
     )
-    return before, shifted, dataclasses.replace(cache, streams=pool)
+    return previous, shifted, dataclasses.replace(cache, streams=pool)

@@ -58,6 +58,7 @@ def load_adapters(
     if not folders:
         raise ValueError("folders is empty: give at least one adapter")
     places = _places(model)
+    # {name: (rank, scale, {module: its matrices})}.
     adapters = {name: _read(name, Path(folder), places) for name, folder in folders.items()}
     rank = max(rank for rank, _, _ in adapters.values())
     targets = {places[module].target for _, _, maps in adapters.values() for module in maps}
@@ -65,17 +66,17 @@ def load_adapters(
     add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, dtype=dtype, place=False)
     views = parameter_views(model)
     for module, place in places.items():
-        if f"{place.path}.up" not in views:
+        if f"{place.path}.up" not in views:  # none of the files has this map
             continue
         for side, axis in {"down": 0, "up": 1}.items():
             view = views[f"{place.path}.{side}"]
             values = np.zeros(view.shape, np.float32)
-            for number, (_, _, maps) in enumerate(adapters.values()):
+            for adapter_index, (_, _, maps) in enumerate(adapters.values()):
                 if module in maps:
                     matrix = maps[module][side]
                     padding = [(0, 0), (0, 0)]
                     padding[axis] = 0, rank - matrix.shape[axis]
-                    values[_of_adapter(side, number)] = np.pad(matrix, padding)
+                    values[_of_adapter(side, adapter_index)] = np.pad(matrix, padding)
             view.set_value(jnp.asarray(values, dtype))
     place_adapters(model)
 
@@ -93,7 +94,7 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
     """
     if name not in model.adapter_names:
         raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
-    number = model.adapter_names.index(name)
+    adapter_index = model.adapter_names.index(name)
     views = parameter_views(model)
     tensors = {}
     modules = []
@@ -101,13 +102,13 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
         if f"{place.path}.up" in views:
             modules.append(module)
             for side, letter in _SIDES.items():
-                value = np.asarray(views[f"{place.path}.{side}"].get_value()[_of_adapter(side, number)])
+                value = np.asarray(views[f"{place.path}.{side}"].get_value()[_of_adapter(side, adapter_index)])
                 tensors[f"base_model.model.{module}.lora_{letter}.weight"] = value
     scales = next(module.scales for _, module in nnx.iter_modules(model) if isinstance(module, Adapters))
     rank = tensors[f"base_model.model.{modules[0]}.lora_A.weight"].shape[0]
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
-        "r": rank, "lora_alpha": rank * scales[number], "lora_dropout": 0.0, "use_rslora": False,
+        "r": rank, "lora_alpha": rank * scales[adapter_index], "lora_dropout": 0.0, "use_rslora": False,
         "bias": "none", "target_modules": modules,
     }  # fmt: skip
     folder = Path(folder)
@@ -138,9 +139,9 @@ def _places(model) -> dict[str, _Place]:
     for weight in weights(model.config, "module"):
         if weight.path in views and id(views[weight.path].variable) in variables:
             parent, _, name = weight.path.rpartition(".")
-            if name == "weight":
+            if name == "weight":  # of a `Linear`
                 place = _Place(f"{parent}.adapters", parent.rpartition(".")[2], weight.source_shape)
-            else:
+            else:  # the matrix `weights.NAME` of a `FusedLinear`
                 place = _Place(f"{parent.removesuffix('weights')}adapters.{name}", name, weight.source_shape)
             places[weight.sources[0].removesuffix(".weight")] = place
     return places
@@ -158,13 +159,13 @@ def _read(name, folder, places):
     except OSError as error:
         raise ValueError(f"adapter {name!r}: cannot read {folder / _CONFIG}: {error.strerror}") from None
     config: dict[str, Any] = parse_json(str(folder / _CONFIG), text)
-    for field, plain in _PLAIN.items():
-        if config.get(field) not in plain:
-            raise ValueError(f"adapter {name!r}: {field}={config.get(field)!r} in {_CONFIG} must be {plain[-1]!r}")
+    for field, accepted in _PLAIN.items():
+        if config.get(field) not in accepted:
+            raise ValueError(f"adapter {name!r}: {field}={config.get(field)!r} in {_CONFIG} must be {accepted[-1]!r}")
     rank = check_whole(f"adapter {name!r}: r", config.get("r"), 1, 2**16)
     scale = check_positive(f"adapter {name!r}: lora_alpha", config.get("lora_alpha"))
     scale /= math.sqrt(rank) if config.get("use_rslora") else rank
-    maps: dict[str, dict[str, np.ndarray]] = {}
+    maps: dict[str, dict[str, np.ndarray]] = {}  # {module: {"down" or "up": matrix}}
     for key, tensor in read_file(folder / _TENSORS).items():
         match = _NAME.fullmatch(key)
         if match is None or match[1] not in places:

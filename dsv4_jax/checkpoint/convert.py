@@ -92,6 +92,7 @@ def convert_checkpoint(
     losses: dict[str, RoundingLoss] = collections.defaultdict(RoundingLoss)
 
     def arrays() -> Iterator[np.ndarray]:
+        """Yields the arrays to write, in the order of the headers."""
         for old, new in pairs:
             dtype = new.stored_dtype(weights)
             yield from _converted(old, new, dtype, tensors, losses[dtype])
@@ -127,12 +128,12 @@ def _converted(
     pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
     for name in old.sources:
         tensor = tensors[name]
-        if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:
+        if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:  # copied as it is
             yield tensor.codes.data
             yield tensor.scale.data
             loss.keep(name, math.prod(tensor.shape))
             continue
-        if isinstance(tensor, QuantizedTensor) and not is_quantized_kind(dtype):
+        if isinstance(tensor, QuantizedTensor) and not is_quantized_kind(dtype):  # dequantized, some rows at a time
             for start in range(0, tensor.shape[0], _ROWS):
                 yield from encode(name, tensor.load(start, start + _ROWS), dtype, loss)
             continue

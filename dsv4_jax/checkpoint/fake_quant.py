@@ -45,8 +45,8 @@ def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
     if missing := sorted({weight.path for weight in table} - views.keys()):
         raise ValueError(f"the model lacks parameters of the release:{listing(missing)}")
     # Parameters that share a variable have the same storage.
-    variables = {id(views[weight.path].variable): weight for weight in table}
-    for weight in variables.values():
+    weight_of_variable = {id(views[weight.path].variable): weight for weight in table}
+    for weight in weight_of_variable.values():
         variable: Any = views[weight.path].variable
         if not isinstance(variable.get_value(), QuantizedWeight):
             variable.set_value(_as_stored(variable.get_value(), weight.dtype))
@@ -60,6 +60,7 @@ def _as_stored(values: Array, dtype: str) -> Array:
         return values
 
     def rounded(still):
+        """Returns values without gradient as they are read back."""
         if is_quantized_kind(dtype):
             return QuantizedWeight.encode(still, dtype)[...]
         return round_to(round_to(still, jnp.bfloat16), values.dtype)

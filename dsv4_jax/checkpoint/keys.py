@@ -181,25 +181,26 @@ class Weight:
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
     """Yields every parameter of the model in the given naming."""
     shapes = _shapes(config)
-    matrices = fp8_kind(config.weight_block)
+    matrix_kind = fp8_kind(config.weight_block)
     for path, release, dtype in _TOP:
         is_release = naming == "release" or (naming == "hybrid" and path == HEAD)
         yield from _weight(shapes, path, release if is_release else path, dtype)
+    # (prefix of the paths, prefix of the release's names, table of the parameters) of each part of the model.
     parts = [(f"model.layers.{layer}.", f"layers.{layer}.", _LAYER) for layer in range(config.num_hidden_layers)]
     parts += [(f"drafts.layers.{layer}.", f"mtp.{layer}.", _LAYER) for layer in range(config.num_draft_layers)]
     parts += [("drafts.", "mtp.0.", _DRAFT_INPUTS), ("drafts.", f"mtp.{config.num_draft_layers - 1}.", _DRAFT_OUTPUTS)]
-    for ours, theirs, rows in parts:
-        if naming == "hybrid" or (naming == "module" and ours.startswith("model.")):
-            theirs = f"model.{theirs}"
+    for our_prefix, their_prefix, rows in parts:
+        if naming == "hybrid" or (naming == "module" and our_prefix.startswith("model.")):
+            their_prefix = f"model.{their_prefix}"
         for path, release, dtype, *other_path in rows:
             names = release
             if naming == "module":
                 names = other_path[0] if other_path else path
             elif naming == "hybrid" and release == "attn.kv_norm.weight":
                 names = "attn.norm.weight"
-            names = " ".join(theirs + name for name in names.split())
-            kind = matrices if dtype == "FP8" else dtype
-            yield from _weight(shapes, ours + path.format_map(_FUSED), names, kind)
+            names = " ".join(their_prefix + name for name in names.split())
+            kind = matrix_kind if dtype == "FP8" else dtype
+            yield from _weight(shapes, our_prefix + path.format_map(_FUSED), names, kind)
 
 
 def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype: str) -> Iterator[Weight]:

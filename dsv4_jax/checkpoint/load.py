@@ -228,6 +228,7 @@ class _Loader:
                 if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
                     return None
                 # Each piece has its own scales. If several pieces form one matrix, each must have whole blocks of rows.
+                # This is so for experts' matrices of gate and up, which have more pieces than there are experts.
                 if piece.shape[0] % BLOCKS[piece.dtype][0] and len(weight.sources) > weight.shape[0]:
                     return None
                 kinds.add(piece.dtype)
@@ -278,11 +279,11 @@ class _Loader:
                     fill(whole[index], pieces, check)
                     continue
                 # `part` is the sharding of this weight alone, without the axes of layers.
-                part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
+                weight_sharding = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
                 is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
                 shape = indexed_shape(struct.shape, index)
                 threads = is_view or field is not None
-                value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
+                value = self._staging.place(pieces, shape, struct.dtype, weight_sharding, check, threads)
                 write_leaf(variable, field, value, index)
             if whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
@@ -324,12 +325,14 @@ class _Loader:
             stored = [getattr(tensor, field) for tensor in tensors]
 
             def check_codes(number: int, codes: np.ndarray, _: np.ndarray) -> None:
+                """Counts the NaN among a block of codes."""
                 self._count(weight.sources[number], tensors[number].count_nan(codes.view(np.uint8)))
 
             pieces = [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored]
             return pieces, check_codes if field == "codes" else None
 
         def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
+            """Counts the values of a block that are not finite, or are no ids of experts."""
             # The model's only integers are the expert ids in the tables of hash-routed layers.
             is_ids = value.dtype.kind == "i"
             bad = (stored < 0) | (stored >= self._config.n_routed_experts) if is_ids else ~np.isfinite(value)
@@ -348,4 +351,5 @@ class _Loader:
 
 
 def _read_part(read, part):
+    """Reads a stored array, and returns the part of it at the index `part`."""
     return read()[part]

@@ -43,6 +43,7 @@ def match_weights(
       ValueError: tensors are missing, extra, mis-shaped, of the wrong kind or have wrong scales (all in one message),
         or another tool has quantized them.
     """
+    # {what tensors are for: function that says whether a tensor's name is of this kind; None = such tensors are kept}.
     left_out = {
         "multi-token prediction": is_draft if not config.num_nextn_predict_layers else None,
         "images": functools.partial(is_image_part, biases=config.image_token_id is None) if config.delays_pre else None,

@@ -37,11 +37,11 @@ def find_other_quantization(path: Path, names: Collection[str]) -> str | None:
     Returns:
       The name, or None if the checkpoint seems unquantized or quantized as the release is.
     """
-    by_names = next((method for end, method in _METHODS.items() if any(name.endswith(end) for name in names)), None)
+    guess = next((method for end, method in _METHODS.items() if any(name.endswith(end) for name in names)), None)
     declared: Any = None
     with contextlib.suppress(ValueError):
         declared = read_json(path).get("quantization_config")
     if not isinstance(declared, dict) or declared.get("quant_method") in (None, "fp8"):
-        return by_names
+        return guess
     words = [declared.get(key) for key in ("quant_method", "format", "quant_algo")]
-    return ", ".join(word[:_MAX_LENGTH] for word in words if isinstance(word, str)) or by_names
+    return ", ".join(word[:_MAX_LENGTH] for word in words if isinstance(word, str)) or guess

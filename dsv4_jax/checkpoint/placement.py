@@ -38,14 +38,14 @@ def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, .
     for weight in table:
         if weight.is_expert:
             shapes.setdefault(weight.module, []).append(weight.packed_shape)
-    usual, *others = shapes
+    first, *others = shapes
     for layer in others:
-        if shapes[layer] != shapes[usual]:
+        if shapes[layer] != shapes[first]:
             raise ValueError(
-                f"expert memory needs as many experts in each layer: {layer} has {shapes[layer][0][0]}, {usual} has "
-                f"{shapes[usual][0][0]}. Leave out the draft layers, or keep all experts on the GPU"
+                f"expert memory needs as many experts in each layer: {layer} has {shapes[layer][0][0]}, {first} has "
+                f"{shapes[first][0][0]}. Leave out the draft layers, or keep all experts on the GPU"
             )
-    return list(shapes), shapes[usual]
+    return list(shapes), shapes[first]
 
 
 def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
@@ -89,6 +89,7 @@ def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Itera
 
 
 def _fill_block(block: _Block, check: Check | None) -> None:
+    """Copies the values of a block to its target, if there is one, and checks them."""
     number, values, target = block
     if target is not None:
         with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
@@ -132,24 +133,29 @@ class Staging:
         """
         stack = shape[:-2] if len(pieces) > 1 else ()
         devices = _devices_by_shard(shape, where)
-        shards = dict(zip(devices, self._views([[b - a for a, b in bounds] for bounds in devices], dtype), strict=True))
+        shard_shapes = [[end - start for start, end in bounds] for bounds in devices]
+        # {bounds of a shard: array of its values}. The arrays lie in the buffer, and their values are not set yet.
+        shards = dict(zip(devices, self._views(shard_shapes, dtype), strict=True))
 
         def blocks() -> Iterator[_Block]:
+            """Yields the blocks to copy and check, piece by piece."""
             for number, index in enumerate(np.ndindex(stack)):
                 values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
+                # `index` is the piece's index on the axes of `stack`. A shard has a part of the piece if the index lies
+                # within the shard's bounds on these axes.
                 for bounds, shard in shards.items():
                     if all(start <= i < end for i, (start, end) in zip(index, bounds, strict=False)):
                         part = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
                         target = shard[tuple(i - start for i, (start, _) in zip(index, bounds, strict=False))]
+                        # A part that a device can copy directly takes the place of the shard's buffer.
                         if direct := not stack and part.dtype == dtype and _can_be_source(part):
                             shards[bounds] = part
                         yield from _blocks(number, part, None if direct else target)
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             # A single thread can be slower than the disk.
-            collections.deque(
-                (pool.map if threads else map)(functools.partial(_fill_block, check=check), blocks()), maxlen=0
-            )
+            run = pool.map if threads else map
+            collections.deque(run(functools.partial(_fill_block, check=check), blocks()), maxlen=0)
             # A single thread is also too slow for several devices.
             puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))
@@ -187,4 +193,5 @@ def _devices_by_shard(shape: tuple[int, ...], where: NamedSharding | None) -> di
 
 
 def _can_be_source(values: np.ndarray) -> bool:
+    """Returns whether `jax.device_put` can take an array as it is, and copies it also to a CPU device."""
     return values.flags.c_contiguous and values.ctypes.data % _ALIASED != 0

@@ -52,11 +52,11 @@ def as_released[Module: nnx.Module](
     Returns:
       The copy, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
     """
-    stored = {weight.path: weight.dtype for weight in weights(config, "release")}
+    stored_dtypes = {weight.path: weight.dtype for weight in weights(config, "release")}
     module = nnx.clone(module)
     for path, view in parameter_views(module).items():
         value = view.variable.get_value()
-        kind = stored.get(path, "")  # Engram's map of token ids is in no checkpoint
+        kind = stored_dtypes.get(path, "")  # Engram's map of token ids is in no checkpoint
         if is_quantized_kind(kind) and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
     return sharded_structs(module, mesh, expert_parallel=expert_parallel)
@@ -100,6 +100,7 @@ def random_model(
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
     draws = {}
+    # The ends of the paths of the tables that lie in host memory.
     on_host: tuple[str, ...] = () if host_tables is None else (ENGRAM_TABLE,)
     if expert_memory is not None:
         host_tables = expert_memory.tables
@@ -141,16 +142,17 @@ def _make_variables(draws, on_host, host_tables):
     for group, program in zip(groups, programs, strict=True):
         for path, value in zip(group, program([seeds[path] for path in group]), strict=True):
             variable = draws[path][0]
-            old = variable.get_value()
-            if isinstance(old, QuantizedWeight):
+            outline = variable.get_value()
+            if isinstance(outline, QuantizedWeight):
                 codes, scale = value
-                value = dataclasses.replace(old, codes=codes, scale=scale)
+                value = dataclasses.replace(outline, codes=codes, scale=scale)
             if path.endswith(on_host):
-                value = jax.tree.map(functools.partial(_repeat_on_host, host_tables), value, old)
+                value = jax.tree.map(functools.partial(_repeat_on_host, host_tables), value, outline)
             variable.set_value(value)
 
 
 def _first_rows(table):
+    """Returns the struct of a table's first rows, up to `MAX_ROWS`, which are the rows that are drawn."""
     *layers, rows, columns = table.shape
     return table.update(shape=(*layers, min(rows, MAX_ROWS), columns))
 
@@ -163,6 +165,7 @@ def _repeat_on_host(host_tables, first_rows, table):
     count = first_rows.shape[-2]
 
     def repeat(start, values, shard):
+        """Writes the first rows to the rows from `start` on of a shard."""
         part = shard[..., start : start + count, :]
         part[...] = values[..., : part.shape[-2], :]
 
@@ -198,11 +201,11 @@ def _selects(path, shape, config, skew, where):
       skew: see `random_model`.
       where: sharding of the bias or the table; None for the default device.
     """
-    experts, chosen = config.layer_experts(config.num_hidden_layers if path.startswith("drafts.") else 0)
-    shares = selection_shares(experts, chosen, skew)
+    num_experts, num_selected = config.layer_experts(config.num_hidden_layers if path.startswith("drafts.") else 0)
+    shares = selection_shares(num_experts, num_selected, skew)
     seed = zlib.crc32(path.encode())
-    ranks = np.random.default_rng(seed).permutation(experts)
-    if shape == (experts,):
+    ranks = np.random.default_rng(seed).permutation(num_experts)
+    if shape == (num_experts,):
         # A logit sums `hidden_size` products of a weight and a normed activation, whose standard deviation is 1. The
         # second argument is the standard deviation of this sum.
         selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
@@ -286,6 +289,7 @@ def _draw(path, value, where):
     *_, kind, name = path.split(".")
 
     def shape(struct):
+        """Returns the shape that a device makes."""
         return struct.shape if where is None else where.shard_shape(struct.shape)
 
     if isinstance(value, QuantizedWeight):
@@ -313,9 +317,11 @@ def _drawn(seeds, draws):
 
 
 def _draw_one(seed, draw):
+    """Returns the arrays of one draw, which each device makes from the seed and its index on the mesh."""
     axes = [] if draw.where is None else jax.tree.leaves(tuple(draw.where.spec))
 
     def local(seed):
+        """Returns this device's arrays."""
         for axis in axes:  # each shard has another seed
             seed = seed * jax.lax.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.uint32)
         start = seed * np.uint32(2654435761)  # consecutive seeds have starts that are far apart
@@ -350,10 +356,12 @@ def _normal(words, shape, dtype, mean):
 
 
 def _bytes(words, shape):
+    """Returns random bytes, uint8."""
     return words(shape).astype(jnp.uint8)
 
 
 def _scales(words, shape):
+    """Returns random E8M0 bits 119 and 120, the scales 2**-8 and 2**-7."""
     return 119 + _bytes(words, shape) % 2
 
 

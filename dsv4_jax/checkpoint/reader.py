@@ -127,6 +127,7 @@ def weights_fingerprint(path: str | Path) -> str:
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of all shards of an index. Raises ValueError if the index and the shards disagree."""
     try:
         content = index.read_bytes()
     except OSError as error:

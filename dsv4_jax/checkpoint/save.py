@@ -90,6 +90,7 @@ def save_release(
             raise ValueError(f"{weight.path} has NaN or infinite values")
 
     def arrays() -> Iterator[np.ndarray]:
+        """Yields the arrays to write, in the order of the headers."""
         for weight in table:
             value = np.asarray(parameters[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
             for name, piece in zip(weight.sources, value, strict=True):
@@ -139,11 +140,11 @@ def write_checkpoint(
         with (folder / name).open("wb") as file:
             file.write(write_header(entries, {"format": "pt"}))
             for entry in entries:
-                missing = entry.nbytes
-                while missing:
+                bytes_left = entry.nbytes
+                while bytes_left:
                     array = np.ascontiguousarray(next(arrays))
-                    missing -= array.nbytes
-                    assert missing >= 0, entry
+                    bytes_left -= array.nbytes
+                    assert bytes_left >= 0, entry
                     file.write(array.reshape(-1).view(np.uint8).data)
                     advance(array.nbytes)
     if count > 1:
@@ -222,9 +223,9 @@ def encode(name: str, values: np.ndarray, dtype: str, loss: RoundingLoss | None 
             loss.add(name, exact, dequantize(stored.codes, stored.scale, dtype))
         yield from (stored.codes, stored.scale)
         return
-    rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
-    for start in range(0, len(values), rows):
-        chunk = values[start : start + rows]
+    chunk_rows = max(1, _CHUNK_BYTES * len(values) // max(1, values.nbytes))
+    for start in range(0, len(values), chunk_rows):
+        chunk = values[start : start + chunk_rows]
         with np.errstate(over="ignore"):
             converted = chunk.astype(DTYPES[dtype], copy=False)
         _check_finite(name, converted)

@@ -96,11 +96,11 @@ def dequantize(codes: np.ndarray, scale: np.ndarray, kind: QuantizedKind) -> np.
         values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     block_rows, block_columns = BLOCKS[kind]
     for i in range(0, rows, _CHUNK):  # to avoid an array of scales as large as the weight
-        part = values[i : i + _CHUNK]
+        chunk = values[i : i + _CHUNK]
         # The conversion is exact for each byte, also for 0 (a subnormal) and 255 (NaN).
-        factors = scale[i // block_rows : -(-(i + len(part)) // block_rows)].astype(np.float32)
+        factors = scale[i // block_rows : -(-(i + len(chunk)) // block_rows)].astype(np.float32)
         factors = np.repeat(factors, block_columns, axis=1)[:, : values.shape[1]]
-        part *= np.repeat(factors, block_rows, axis=0)[: len(part)]
+        chunk *= np.repeat(factors, block_rows, axis=0)[: len(chunk)]
     return values
 
 
@@ -125,6 +125,7 @@ def join_scales(
     tensors: dict[str, StoredTensor | QuantizedTensor] = dict(stored)
     problems = {}
     for name, tensor in stored.items():
+        # Skips tensors that are not quantized, and scales, which are handled with their codes.
         if not tensor.quantized or (name.endswith(".scale") and name.removesuffix("scale") + "weight" in stored):
             continue
         scale = stored.get(scale_name(name))

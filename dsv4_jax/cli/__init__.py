@@ -49,17 +49,19 @@ def _exit_at_interrupt():
     """
 
     def end(*_):
+        """Ends the process. It is also the handler of SIGINT."""
         if sys.stderr.isatty():
             os.write(sys.stderr.fileno(), b"\x1b[?25h")  # progress bars hide the cursor
         os._exit(130)
 
     def wait():
-        while os.read(read, 1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not end:
+        """Ends the process at a SIGINT, unless another handler has been set for it."""
+        while os.read(read_end, 1)[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) is not end:
             pass
         end()
 
     signal.signal(signal.SIGINT, end)
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
     threading.Thread(target=wait, daemon=True).start()

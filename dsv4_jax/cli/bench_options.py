@@ -77,6 +77,7 @@ class Benchmark:
             getattr(plots, self._plot)(report | {"results": results}, plot)
 
     def _expert_bytes(self):
+        """Returns the bytes of --expert-memory, see `options.expert_bytes`."""
         values = vars(self)
         return options.expert_bytes(values.get("expert_memory"), values.get("mesh"))
 

@@ -90,6 +90,7 @@ class _Session:
         self._begin(system)
 
     def _begin(self, system):
+        """Begins a conversation with these instructions; None for no instructions."""
         self._system = system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
@@ -118,6 +119,7 @@ class _Session:
         return True
 
     def _obey(self, command, argument=None):
+        """Runs a command. Returns False if it ends the chat. Raises ValueError if there is no such command."""
         match command, argument:
             case "/quit", None:
                 return False
@@ -176,12 +178,14 @@ class _Session:
             self._messages += [question, {"role": "assistant"} | {name: part for name, part in parts.items() if part}]
 
     def _show(self, name, new, is_first):
+        """Prints new text of the field `name`, the reasoning or the content of an answer."""
         if is_first and name == "content":
             self.console.print()
         shown = visible(new.lstrip("\n") if is_first else new)
         self.console.print(shown, style="dim" if name != "content" else None, end="")
 
     def _stream(self, messages):
+        """Sends the messages, and yields each chunk of the answer, parsed from JSON."""
         with self._open("/v1/chat/completions", self._options | {"messages": messages}) as response:
             for line in response:
                 data = line.decode().removeprefix("data:").strip()
@@ -193,6 +197,7 @@ class _Session:
                 yield chunk
 
     def _open(self, path, body=None):
+        """Sends a request, with `body` as JSON if it is given. Returns the response; raises ValueError for an error."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:

@@ -69,6 +69,7 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         experts=experts,
         chosen=config.num_experts_per_tok,
         expert_bytes=sum(matrices),
+        # All weights but the routed experts, their scales, the draft layers and the tables in host memory.
         other_bytes=other_weights + experts * slice_bytes - routed,
         read_rate=READ_RATES[gpu],
     )
@@ -101,12 +102,12 @@ def _count_bytes(config):
 
     layers, shapes = expert_shapes(weights(config, "release"))
     model = abstract_model(config)
-    tables = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
-    codes = len(layers) * sum(map(math.prod, shapes))
+    table_bytes = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
+    code_bytes = len(layers) * sum(map(math.prod, shapes))
     loops = model.model.layers.loops
     routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
     matrices = [math.prod(shape[1:]) for shape in shapes]
-    return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - tables - codes, routed
+    return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - table_bytes - code_bytes, routed
 
 
 def _estimate_steps(cost, on_host):

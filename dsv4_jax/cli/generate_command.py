@@ -168,30 +168,32 @@ class GenerateCommand(RandomModelOptions):
         """
         from dsv4_jax.checkpoint import TextStream
 
-        text = None if tokenizer is None else TextStream(tokenizer)
+        text_stream = None if tokenizer is None else TextStream(tokenizer)
 
         def show(token):
+            """Prints a token as text, or as its id without a tokenizer. Prints nothing with --json."""
             if not self.as_json:
-                _print(f"{token} " if text is None else text.add(token))
+                _print(f"{token} " if text_stream is None else text_stream.add(token))
 
         def describe(tokens):
+            """Returns the fields of --json about the tokens of an answer."""
             if tokenizer is None:
                 return {"tokens": tokens}
             return {"tokens": tokens, "text": tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]}
 
-        for token in () if text is None else prompt:
+        for token in () if text_stream is None else prompt:
             show(token)
         if self._answers == 1:
             tokens, speed, accepted = self._stream_answer(model, manager, prompt, show)
-            more = {"accepted": accepted} if self.drafts else {}
+            details = {"accepted": accepted} if self.drafts else {}
         else:
             candidates, speed = self._find_answers(model, manager, prompt)
             tokens = candidates[0].tokens
             for token in tokens:
                 show(token)
-            more = {"candidates": [describe(x.tokens) | {"logprob": x.logprob} for x in candidates]}
-        if text is not None and not self.as_json:
-            _print(text.finish())
+            details = {"candidates": [describe(x.tokens) | {"logprob": x.logprob} for x in candidates]}
+        if text_stream is not None and not self.as_json:
+            _print(text_stream.finish())
         schema = manager.schema
         cache_bytes = {
             "per_token": schema.bytes_per_token,
@@ -199,7 +201,7 @@ class GenerateCommand(RandomModelOptions):
             "total": schema.memory_bytes(),
             "dense_bf16_per_token": schema.dense_bytes_per_token,
         }
-        return describe(tokens) | speed | {"device": device, "cache_bytes": cache_bytes} | more
+        return describe(tokens) | speed | {"device": device, "cache_bytes": cache_bytes} | details
 
     def _limits(self, manager):
         """Returns the parameters of a request that end an answer."""
@@ -229,18 +231,18 @@ class GenerateCommand(RandomModelOptions):
         timed = []
         with engine_for_prompts(model, manager, [prompt], self.max_new_tokens, self._chunk(prompt), drafts) as engine:
             request = engine.add(prompt, **self._draws(), **self._limits(manager))
-            before = programs = model.compilations
+            before = known = model.compilations
             begin = step_begin = time.perf_counter()
             for token in engine.stream(request):
                 seconds = time.perf_counter() - step_begin
-                if tokens and model.compilations == programs:
+                if tokens and model.compilations == known:
                     timed.append(seconds)
                 tokens.append(token)
                 show(token)
-                programs = model.compilations
+                known = model.compilations
                 step_begin = time.perf_counter()
             seconds = time.perf_counter() - begin
-        return tokens, _speed(programs - before, seconds, len(timed), sum(timed)), request.accepted
+        return tokens, _speed(known - before, seconds, len(timed), sum(timed)), request.accepted
 
     def _find_answers(self, model, manager, prompt):
         """Returns (answers or beams, the best one first; speed), with the speed as `_speed` returns it."""
@@ -289,6 +291,7 @@ def _parse_ids(text):
 
 
 def _print_table(report, format_name):
+    """Prints the JSON object of --json as a table."""
     tokens = len(report["tokens"])
     cache = report["cache_bytes"]
     total = cache["total"]

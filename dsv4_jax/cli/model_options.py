@@ -106,6 +106,7 @@ class ModelOptions:
         outlines = []  # the model without weights, whose programs are compiled while the weights are read
 
         def on_outline(module):
+            """Keeps the model without weights, and begins to compile its programs."""
             assert begin_programs is not None
             outlines.append(CompiledModel(module, experts))
             begin_programs(outlines[0])
@@ -135,6 +136,7 @@ class ModelOptions:
         return load_checkpoint(checkpoint, config, weights=weights, progress=progress, **arguments)
 
     def _expert_memory(self, schema, step_tokens):
+        """Returns the ExpertMemory that --expert-memory asks for; None without the option."""
         if (size := options.expert_bytes(self.expert_memory, self.mesh)) is None:
             return None
         from dsv4_jax.expert_pages import ExpertMemory, program_bytes

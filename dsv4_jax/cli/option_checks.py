@@ -84,6 +84,7 @@ def explain(error: Exception, command: Any) -> str:
     options = {field.name for field in dataclasses.fields(command)}
 
     def option(match):
+        """Returns the option in place of the match NAME=VALUE, or the match if there is no such option."""
         name, value = match.groups()
         if name not in options:
             return match[0]

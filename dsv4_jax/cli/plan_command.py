@@ -74,20 +74,20 @@ class PlanCommand:
     def run(self) -> None:
         """Runs the command. Raises ValueError after a user's mistake."""
         memory = parse_bytes(self.memory)
-        given = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
+        given_bytes = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         option_checks.check_context(config, self.context, "--context")
         sizes = options.mesh_sizes(self, config)
         one = self._schema(config, self.context)
         kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}
-        weights = given or sum(kind["device"] for kind in kinds.values())
+        weights = given_bytes or sum(kind["device"] for kind in kinds.values())
         if weights > memory:
             raise ValueError(f"--weights {self.weights}: {weights} bytes are more than --memory {memory} bytes")
         experts = self._plan_experts(config, memory)
         if experts is not None:
             weights = experts["weights_bytes"]
-        holders = check_context_parallel(sizes, self.context_parallel)
-        report = self._report(config, one, memory, _Device(memory - weights, sizes.get("data", 1), holders))
+        devices_per_shard = check_context_parallel(sizes, self.context_parallel)
+        report = self._report(config, one, memory, _Device(memory - weights, sizes.get("data", 1), devices_per_shard))
         if kinds:
             report["weights"] = kinds
         if experts is not None:
@@ -173,6 +173,7 @@ class PlanCommand:
         shard = -(-requests // device.num_shards)
 
         def used(context):
+            """Returns the bytes that a shard takes on a device if all requests have this context."""
             return device.used(self._schema(one.config, min(context, limit)), shard)
 
         return min(bisect.bisect_right(range(size, limit + size, size), device.memory, key=used) * size, limit)
@@ -220,6 +221,7 @@ class _Device:
 
 
 def _print_report(report, one):
+    """Prints the JSON object of --json as text and tables. `one` is as for `PlanCommand._report`."""
     console = Console()
     context = report["context"]
     tokens = report["block_tokens"]
@@ -231,8 +233,8 @@ def _print_report(report, one):
     sums = {key: sum(pool[key] for pool in pools.values()) for key in ("per_block", "per_request", "full")}
     for name, pool in (*pools.items(), ("sum", sums)):
         block = pool["per_block"]
-        numbers = (f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}")
-        table.add_row(name, *numbers, style="bold" if name == "sum" else None)
+        cells = (f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}")
+        table.add_row(name, *cells, style="bold" if name == "sum" else None)
     console.print(table)
 
     if paged := report["bytes_per_token"]:
@@ -270,6 +272,7 @@ def _rows(one):
 
 
 def _fields(name, struct):
+    """Returns text such as "A KV row: 448 (nope) + 128 (rope) + 8 (scale) = 584 bytes"."""
     fields = [(field, value.size * value.dtype.itemsize) for field, value in vars(struct).items() if value is not None]
     sizes = " + ".join(f"{size} ({field})" for field, size in fields if size)
     return f"{name}: {sizes} = {sum(size for _, size in fields)} bytes"

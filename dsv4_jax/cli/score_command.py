@@ -81,16 +81,16 @@ class ScoreCommand(ModelOptions):
 
         tokenizer = read_tokenizer(checkpoint)
         ids = self._read_text(tokenizer) if self.ids is None else read_ids(self.ids)
-        rows, total = ids.shape
-        prefill = total if self.decode_from is None else self.decode_from
-        if prefill > total:
-            raise ValueError(f"--decode-from {prefill} must be from 0 to {total}, the number of tokens in a row")
-        option_checks.check_context(config, total, "--text" if self.ids is None else "--ids")
-        manager = self.make_manager(config, rows, options.whole_blocks(config, total), self.drafts)
+        rows, length = ids.shape
+        prefill = length if self.decode_from is None else self.decode_from
+        if prefill > length:
+            raise ValueError(f"--decode-from {prefill} must be from 0 to {length}, the number of tokens in a row")
+        option_checks.check_context(config, length, "--text" if self.ids is None else "--ids")
+        manager = self.make_manager(config, rows, options.whole_blocks(config, length), self.drafts)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 
         model = self.load_model(checkpoint, manager.schema)
-        sizes = [min(self.chunk, prefill - start) for start in range(0, prefill, self.chunk)] + [1] * (total - prefill)
+        sizes = [min(self.chunk, prefill - start) for start in range(0, prefill, self.chunk)] + [1] * (length - prefill)
         steps = score_ids(
             model,
             manager,
@@ -113,7 +113,7 @@ class ScoreCommand(ModelOptions):
         if self.out is not None:
             with self.out.open("wb") as file:  # savez would add .npz to a path without it
                 np.savez(file, **results)
-        _print_table(means, results.get("bits_per_byte"), total)
+        _print_table(means, results.get("bits_per_byte"), length)
 
     def _read_text(self, tokenizer):
         """Returns the token ids [1, T] int32 of --text.
@@ -160,6 +160,7 @@ def _collect(steps, rows, sizes):
 
 
 def _print_table(means, bits, total):
+    """Prints a line for each row. `bits` are the bits per byte of text, or None."""
     table = Table("row", "tokens scored", "mean log-likelihood", "perplexity", *[] if bits is None else ["bits a byte"])
     for row, mean in enumerate(means):
         cells = [str(row), str(total - 1), f"{mean:.4f}", f"{math.exp(-mean):.3f}"]

@@ -96,6 +96,7 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
     seeds = jnp.zeros((slots,), jnp.uint32)
 
     def score_position(cache, i):
+        """Drafts after token i of each request in the step. Returns the cache and the results by slot."""
         rows = jnp.arange(slots, dtype=jnp.int32) * per_row + i
         positions = batch.positions[rows]
         cache = model.drafts.write(model, streams[rows], cache, one_token_batch(batch.token_ids[rows], positions))

@@ -132,7 +132,7 @@ class ServeCommand(RandomModelOptions):
             address = f"[{self.host}]" if ":" in self.host else self.host
             url = f"http://{address}:{listener.getsockname()[1]}"
             print(f"{startup.visible(name)}: {url} when its programs are compiled", flush=True)
-            server = ServerOptions(
+            server_options = ServerOptions(
                 name,
                 tuple(config.eos_token_id),
                 api_key,
@@ -141,7 +141,7 @@ class ServeCommand(RandomModelOptions):
                 self.effort_prompts or find_release(folder, config),
                 tuple(self._adapters),
             )
-            HTTPServer(create_app(engine, tokenizer, server), grace_seconds=self.grace_seconds).run([listener])
+            HTTPServer(create_app(engine, tokenizer, server_options), grace_seconds=self.grace_seconds).run([listener])
 
     def _check(self):
         """Checks the options that do not depend on the model.
@@ -210,6 +210,7 @@ class ServeCommand(RandomModelOptions):
         return context
 
     def _engine(self, checkpoint, config, context, name):
+        """Returns the engine. Its programs are compiled while the weights are read, unless there are adapters."""
         from dsv4_jax.checkpoint import load_adapters
         from dsv4_jax.decode import CompiledModel
         from dsv4_jax.engine import Engine, PromptLookup

@@ -42,29 +42,29 @@ def use_compilation_cache() -> None:
         if not folder.is_absolute():
             return
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    programs = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    programs_folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
     is_on = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("1", "true", "t", "yes", "y", "on")
-    if not is_on or not programs:
+    if not is_on or not programs_folder:
         return
-    if "://" not in programs:
+    if "://" not in programs_folder:  # a folder of this machine, not of a cloud storage
         try:
-            make_private_folder(programs)
+            make_private_folder(programs_folder)
         except OSError as error:
-            notify(f"Compiled programs are not kept in {programs}: {error.strerror}")
+            notify(f"Compiled programs are not kept in {programs_folder}: {error.strerror}")
             os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
             if "jax" in sys.modules:
                 import jax
 
                 jax.config.update("jax_enable_compilation_cache", False)
             return
-        os.environ.setdefault("DSV4_JAX_PROGRAMS", os.path.join(os.path.abspath(programs), "steps"))
+        os.environ.setdefault("DSV4_JAX_PROGRAMS", os.path.join(os.path.abspath(programs_folder), "steps"))
     if "jax" in sys.modules:
         import jax
         from jax.experimental.compilation_cache import compilation_cache
 
         if jax.config.jax_compilation_cache_dir is None:
             seconds = float(os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
-            jax.config.update("jax_compilation_cache_dir", programs)
+            jax.config.update("jax_compilation_cache_dir", programs_folder)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
             compilation_cache.reset_cache()  # JAX remembers from its first compilation whether there is a folder
 

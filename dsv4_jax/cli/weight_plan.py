@@ -54,12 +54,13 @@ def plan_weights(
     # Maps or layers that share an array have a path each. The array counts at one of these paths only.
     paths = {id(view.variable): path for path, view in sharded.items()}
     for path in paths.values():
-        row = report[next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))]
-        model = tree_bytes(whole[path].variable)
-        device = tree_bytes(sharded[path].variable)
-        row["model"] += model
-        row["device"] += device
-        row["replicated"] += device if device == model else 0
+        kind = next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))
+        row = report[kind]
+        model_bytes = tree_bytes(whole[path].variable)
+        device_bytes = tree_bytes(sharded[path].variable)
+        row["model"] += model_bytes
+        row["device"] += device_bytes
+        row["replicated"] += device_bytes if device_bytes == model_bytes else 0
     return {kind: row for kind, row in report.items() if row["model"]}
 
 

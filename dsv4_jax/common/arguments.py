@@ -73,7 +73,7 @@ def check_positive(name: str, value: Any) -> float:
 
 
 def check_temperature(temperature: Any) -> float:
-    """Returns a sampling temperature as a float.
+    """Checks a sampling temperature, and returns it as a float.
 
     It must be 0 or from 1e-5 to 1e5, a range in which scaled logits stay finite in float32. Raises TypeError if it is
     no real number, and ValueError if it is out of range.
@@ -84,7 +84,7 @@ def check_temperature(temperature: Any) -> float:
 
 
 def check_top_k(top_k: Any) -> int:
-    """Returns the number of largest logits to keep as an int.
+    """Checks `top_k`, the number of largest logits to keep, and returns it as an int.
 
     Raises TypeError if it is no integer, and ValueError if it is not from 0 to 2**31 - 1.
     """
@@ -92,7 +92,7 @@ def check_top_k(top_k: Any) -> int:
 
 
 def check_top_p(top_p: Any) -> float:
-    """Returns the probability `top_p` as a float.
+    """Checks the probability `top_p`, and returns it as a float.
 
     Raises TypeError if it is no real number, and ValueError if it is above 1 or below 2**-126, the smallest normal
     float32.

@@ -23,9 +23,10 @@ def check_not_lfs_pointer(file: str | Path, content: bytes) -> None:
 
 
 def snapshot_hint(folder: Path) -> str:
-    """Returns a sentence that names the checkpoint's folder, if `folder` is above it in the Hugging Face hub's cache.
+    """Returns a hint for a user who gave a folder of the Hugging Face hub's cache in place of the checkpoint in it.
 
-    The cache has the checkpoint of such a folder in `snapshots/HASH`. For other folders the result is "".
+    The hub's cache keeps the files of a checkpoint in `MODEL/snapshots/HASH`. If `folder` is `MODEL` or `snapshots`,
+    the hint is a sentence with the path of the newest checkpoint. For other folders it is "".
     """
     snapshots = folder if folder.name == "snapshots" else folder / "snapshots"
     configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.lstat().st_mtime)
@@ -44,15 +45,17 @@ def parse_json(name: str, content: bytes) -> dict[str, Any]:
     """
     check_not_lfs_pointer(name, content)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Returns the pairs of a JSON object as a dict. Raises ValueError if a key occurs twice."""
         result = dict(pairs)
         if len(result) < len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{duplicate!r} appears twice")
         return result
 
     try:
-        parsed = json.loads(content, object_pairs_hook=unique)
+        parsed = json.loads(content, object_pairs_hook=unique_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: its JSON is broken (truncated?): {error}.") from None
     if not isinstance(parsed, dict):

@@ -31,7 +31,8 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
 }
 _MAX_AXES = 32
-_MAX_SIZE = 2**48  # maximum size of an axis; NumPy allows not much more, even if another axis is 0
+# Maximum size of an axis. The limit of NumPy is not much higher, and also holds for arrays with an axis of size 0.
+_MAX_SIZE = 2**48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +85,15 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorHeader, slice]], dict
     check_not_lfs_pointer(path, beginning)
     try:
         with safetensors.safe_open(path, "np") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            lazy_tensors = {name: file.get_slice(name) for name in file.offset_keys()}
             metadata = file.metadata() or {}
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is truncated, damaged or no safetensors file: {error}.") from None
+    # The file holds the length of the header in 8 bytes, the header, and then the tensors one after another.
     start = 8 + int.from_bytes(beginning[:8], "little")
     tensors = {}
-    for name, values in slices.items():
-        tensor = TensorHeader(name, values.get_dtype(), tuple(values.get_shape()))
+    for name, lazy_tensor in lazy_tensors.items():
+        tensor = TensorHeader(name, lazy_tensor.get_dtype(), tuple(lazy_tensor.get_shape()))
         is_too_large = len(tensor.shape) > _MAX_AXES or max(tensor.shape, default=0) > _MAX_SIZE
         if tensor.dtype not in DTYPES or is_too_large:
             raise ValueError(

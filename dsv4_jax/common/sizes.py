@@ -31,15 +31,15 @@ def parse_bytes(size: int | str, name: str = "memory") -> int:
             raise ValueError(
                 f"{name}={size!r} must be a number with one of the units {', '.join(_UNITS)}, such as '80GiB'"
             )
-        number = match[1]
+        digits = match[1]
         unit = _CASELESS[match[2].lower()]
         # Integers stay exact: a float has only 53 bits.
-        count = int(float(number) * unit) if "." in number else int(number) * unit
+        num_bytes = int(float(digits) * unit) if "." in digits else int(digits) * unit
     else:
-        count = size
-    if count < 1:
+        num_bytes = size
+    if num_bytes < 1:
         raise ValueError(f"{name}={size!r} must be at least one byte")
-    return count
+    return num_bytes
 
 
 def readable_bytes(count: int) -> str:

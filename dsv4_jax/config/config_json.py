@@ -28,8 +28,8 @@ _REFUSAL = "the release's config.json cannot express"
 MLP_LAYER_TYPES = ("hash_moe", "moe")  # experts looked up by token id, and experts selected by a router
 _OTHERS = "Layers of other rates are given as data: config.with_layers([LayerSpec.csa(8), ...])."
 
-# {field with an integer: its maximum}. The minimum is 1. The maxima are far beyond any model, and are lower for fields
-# that no weight's shape would confirm.
+# {field with an integer: its maximum}. The minimum is 1. The maxima are far beyond any model. Most fields are checked
+# later against the shapes of weights. For fields that occur in no shape, the maximum is the only check, so it is lower.
 INTEGERS = dict.fromkeys((
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim",
     "q_lora_rank", "o_lora_rank", "o_groups", "index_n_heads", "index_head_dim", "moe_intermediate_size",
@@ -70,7 +70,7 @@ _TRAITS = {
     "deepseek_v4": {"kv_format": "v4", "norms_queries": True, "delays_pre": False, "weight_block": 128},
     "deepseek_v41": {"kv_format": "v41", "norms_queries": False, "delays_pre": True, "weight_block": 32},
 }
-# {field: the only value that the architecture allows}, if the field is there.
+# {field: the only value that the architecture allows}. All but `_REQUIRED_FIXED` may be missing in the file.
 _FIXED = {
     "num_key_value_heads": 1, "scoring_func": "sqrtsoftplus", "hidden_act": "silu",
     "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "topk_method": "noaux_tc", "gate_temp": 1,
@@ -174,32 +174,34 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
       ValueError: the file describes another model, or states a fact twice with different values.
     """
     model_type = raw.get("model_type")
-    # V4.1's inference code has these names, and V4's does not. V4's has most of the other names of `_INFERENCE_NAMES`.
+    # V4's inference code shares most names with V4.1's, but it has none for the fields of `_SOURCES`.
     has_inference_names = any(_INFERENCE_NAMES[name] in raw for name in _SOURCES)
     if has_inference_names and model_type is None:
         model_type = "deepseek_v41"
     check_choice("model_type", model_type, *_TRAITS, reason=": no other model is known")
     is_v41 = model_type == "deepseek_v41"
     is_inference = is_v41 and has_inference_names
+    # {name in the inference code: name in the release's config.json}.
     aliases = {alias: name for name, alias in _INFERENCE_NAMES.items()} if is_v41 else {}
     fields = dict(raw)
-    text = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
-    check_choice("text_config.model_type", text.get("model_type", "deepseek_v41_text"), "deepseek_v41_text")
+    text_fields = _object("text_config", fields.pop("text_config", None) or {}) if is_v41 else {}
+    check_choice("text_config.model_type", text_fields.get("model_type", "deepseek_v41_text"), "deepseek_v41_text")
     # {name in the release's config.json: {name in this file: value}}. A file may state a fact under several names.
     facts: dict[str, dict[str, Any]] = {"num_key_value_heads": {"the inference code": 1}} if is_inference else {}
-    images = []
-    for prefix, part in (("", fields), ("text_config.", text)):
-        for key, value in part.items():
+    image_fields = []
+    for prefix, section in (("", fields), ("text_config.", text_fields)):
+        for key, value in section.items():
             if is_v41 and key.startswith("vision_"):
-                images.append(prefix + key)
+                image_fields.append(prefix + key)
             elif key not in _IRRELEVANT:
-                is_one_end = key == "eos_token_id" and value is not None and not isinstance(value, list)
-                facts.setdefault(aliases.get(key, key), {})[prefix + key] = [value] if is_one_end else value
-    if images:
-        names = ", ".join(sorted(images))
+                is_single_eos = key == "eos_token_id" and value is not None and not isinstance(value, list)
+                facts.setdefault(aliases.get(key, key), {})[prefix + key] = [value] if is_single_eos else value
+    if image_fields:
+        names = ", ".join(sorted(image_fields))
         _log.info("The model reads text only, so these fields of config.json are ignored: %s", names)
     facts["model_type"] = {"model_type": model_type}
     unified = {name: _agree(name, _stated(spellings) or spellings) for name, spellings in facts.items()}
+    # The inference code has a field for each of YaRN's parameters, in place of an object.
     if is_inference and unified.keys().isdisjoint(("rope_scaling", "rope_parameters")):
         yarn = {name: unified.pop(alias, None) for name, alias in _INFERENCE_YARN.items()}
         missing = [_INFERENCE_YARN[name] for name, value in yarn.items() if value is None]
@@ -243,7 +245,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     tied = raw.get("tie_word_embeddings") or False
     check(isinstance(tied, bool), f"tie_word_embeddings={tied!r} must be true or false")
     bos = raw.get("bos_token_id")
-    ends = raw.get("eos_token_id") or ()
+    eos_ids = raw.get("eos_token_id") or ()
     return {
         **rope,
         **numbers,
@@ -253,7 +255,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         "scoring_func": raw["scoring_func"],
         "tie_word_embeddings": tied,
         "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0, 2**31 - 1),
-        "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in ends),
+        "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in eos_ids),
     }
 
 
@@ -311,21 +313,21 @@ def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -
       is_v41: whether the fields are those of V4.1.
     """
     try:
-        read = (_v41_layers if is_v41 else _v4_layers)(content, config.num_hidden_layers)
+        restored = (_v41_layers if is_v41 else _v4_layers)(content, config.num_hidden_layers)
     except ValueError as error:
         raise ValueError(f"{_REFUSAL} the layers: {error}") from None
-    for spec, expected in zip(config.specs, numbered(read["specs"]), strict=True):
-        renamed: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
-        is_same = dataclasses.replace(spec, window=None, index_topk=None, **renamed) == expected
-        # Layers from config.json have None as `window` and `index_topk`, because it has one number for all layers. So
-        # these two are compared here.
+    for spec, expected in zip(config.specs, numbered(restored["specs"]), strict=True):
+        not_compared: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
+        is_same = dataclasses.replace(spec, window=None, index_topk=None, **not_compared) == expected
+        # config.json states one window size and one top-k for all layers, so specs that are read from it have None for
+        # both. What `spec` has must be equal to these two numbers.
         sizes = (config.window(spec.layer), config.topk(spec.layer))
         if not is_same or sizes != (config.sliding_window, config.index_topk):
             raise ValueError(f"{_REFUSAL} layer {spec.layer}: {spec}")
     for name in ("mlp_layer_types", "engram", *_CANDIDATES):
         value = getattr(config, name)
         default = getattr(type(config), name, None)
-        is_same = read.get(name, default) == value
+        is_same = restored.get(name, default) == value
         check(is_same, f"{_REFUSAL} {name}={value!r} in a model of type {content['model_type']}")
 
 
@@ -436,8 +438,8 @@ def _integers(name: str, values: Any) -> list[int]:
 
 def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
     """Returns the specs of V4's layers, from `compress_ratios`, or from `layer_types` and `compress_rates`."""
-    types = {}
-    rates = {}
+    types = {}  # {field of config.json: kind of attention of each layer}
+    rates = {}  # {field of config.json: compression rate of each layer}
     if raw.get("compress_ratios") is not None:
         specs = [LayerSpec.of_ratio(ratio) for ratio in _ratios(raw, layers)]
         types["compress_ratios"] = tuple(spec.layer_type for spec in specs)
@@ -450,13 +452,14 @@ def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
         for kind in sorted({*layer_types} - {SLIDING}):
             check(kind in rate_of, f"config.json lacks compress_rates.{kind}, which its layers need.")
             rate = check_whole(f"compress_rates.{kind}", rate_of[kind], 1, MAX_ROWS)
-            known = LayerSpec.of_ratio(rate).layer_type == kind
-            check(known, f"compress_rates.{kind}={rate}: CSA pools 4 tokens, HCA another number above 1. {_OTHERS}")
+            is_known = LayerSpec.of_ratio(rate).layer_type == kind
+            check(is_known, f"compress_rates.{kind}={rate}: CSA pools 4 tokens, HCA another number above 1. {_OTHERS}")
         rates["compress_rates"] = tuple(rate_of[kind] for kind in layer_types)
     return tuple(LayerSpec.of_ratio(rate) for rate in _agree("the layers' rates", rates))
 
 
 def _read_scaling(name: str, block: Any) -> RopeScaling | None:
+    """Returns YaRN's parameters from `block`, the object `name` of config.json; None if its type is "default"."""
     block = _object(name, block)
     kinds = {key: block[key] for key in ("type", "rope_type") if key in block}
     kind = _agree(f"{name}'s type", kinds or {"type": None})
@@ -477,9 +480,12 @@ def _read_scaling(name: str, block: Any) -> RopeScaling | None:
 
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `DSV4Config` about RoPE, from all formats that state them."""
+    # {field of `DSV4Config`: {place in config.json: the value there, or None}}.
     spellings = {name: {name: raw.get(name)} for name in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")}
+    # {place in config.json: the fraction of a head's channels that RoPE rotates, or None}.
     fractions = {"partial_rotary_factor": raw.get("partial_rotary_factor")}
-    scalings = {}
+    scalings = {}  # {place in config.json: YaRN's parameters there; None = no YaRN}
     if raw.get("rope_parameters") is not None:
         blocks = _object("rope_parameters", raw["rope_parameters"])
         for label, theta in (("main", "rope_theta"), ("compress", "compress_rope_theta")):
@@ -488,8 +494,8 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
             spellings[theta][f"{name}.rope_theta"] = block.get("rope_theta")
             fractions[f"{name}.partial_rotary_factor"] = block.get("partial_rotary_factor")
             scalings[name] = _read_scaling(name, block)
-        plain = scalings.pop("rope_parameters.main")
-        check(plain is None, "rope_parameters.main asks for YaRN; sliding layers have plain RoPE.")
+        main_scaling = scalings.pop("rope_parameters.main")
+        check(main_scaling is None, "rope_parameters.main asks for YaRN; sliding layers have plain RoPE.")
     block = raw.get("rope_scaling")
     if block is not None or not scalings:
         scalings["rope_scaling"] = None if block is None else _read_scaling("rope_scaling", block)
@@ -507,6 +513,7 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _v41_layer_fields(config: "DSV4Config") -> dict[str, Any]:
+    """Returns the fields of V4.1's config.json about sources of entries, candidates, draft layers and Engram."""
     specs = config.specs
     engram = dict.fromkeys(_ENGRAM, 0) | {"layer_ids": [], "num_embeddings": []}
     if config.engram is not None:

@@ -29,7 +29,7 @@ class MTPConfig:
     target_layer_ids = ()
 
     def spare_rows(self, drafts: int) -> int:
-        """Returns the number of window rows after a request's last token that drafting `drafts` tokens overwrites."""
+        """Returns the number of positions after a request's last token whose window rows drafting writes."""
         return max(drafts - 1, 0)
 
 
@@ -66,7 +66,7 @@ class DSparkConfig:
         return self.block_size
 
     def spare_rows(self, drafts: int) -> int:
-        """Returns the number of window rows after a request's last token that drafting overwrites: a whole block."""
+        """Returns the number of positions after a request's last token whose window rows drafting writes: a block."""
         return self.block_size
 
     def check(self, num_hidden_layers: int, vocab_size: int) -> None:

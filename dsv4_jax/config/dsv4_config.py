@@ -37,7 +37,7 @@ class DSV4Config:
       if `dspark` is None, otherwise the layers that `dspark` describes.
     - `tie_word_embeddings`: whether a checkpoint may leave out the head, which is then a copy of the embedding.
     - `kv_format`: name of the release's format of the KV cache, "v4" or "v41", see `quant.formats`.
-    - `norms_queries`: whether each head of the queries is normed. V4.1 does not.
+    - `norms_queries`: whether each head of the queries is normed; False in V4.1.
     - `delays_pre`: whether a hyper-connection collapses the streams by the weights `pre` of the preceding
       hyper-connection, as in V4.1. Then the model has no weights for the collapse before its head.
     - `candidate_topk_blocks`, `candidate_block_size`: number of blocks to which a layer restricts the selections of
@@ -112,17 +112,17 @@ class DSV4Config:
             check(value <= maximum, f"{name}={value} exceeds {limit}={maximum}")
         for name in ("rope_theta", "compress_rope_theta"):
             check(getattr(self, name) > 1, f"{name}={getattr(self, name)} must exceed 1")
-        rope = self.qk_rope_head_dim
+        rope_dims = self.qk_rope_head_dim
         heads = self.num_attention_heads
-        check(rope % 2 == 0, f"qk_rope_head_dim={rope} must be even: RoPE turns pairs")
+        check(rope_dims % 2 == 0, f"qk_rope_head_dim={rope_dims} must be even: RoPE turns pairs")
         check(heads % self.o_groups == 0, f"num_attention_heads={heads} must be a multiple of o_groups={self.o_groups}")
-        drafting = f"num_nextn_predict_layers={self.num_nextn_predict_layers!r}"
+        setting = f"num_nextn_predict_layers={self.num_nextn_predict_layers!r}"
         check(
             self.drafts is None or self.dspark is not None or not self.delays_pre,
-            f"{drafting} needs dspark if delays_pre=True, as in DeepSeek-V4.1",
+            f"{setting} needs dspark if delays_pre=True, as in DeepSeek-V4.1",
         )
-        check(self.num_nextn_predict_layers in (0, 1), f"{drafting} must be 1, or 0 without drafts")
-        check(self.num_nextn_predict_layers == 1 or self.dspark is None, f"{drafting} must be 1 with dspark")
+        check(self.num_nextn_predict_layers in (0, 1), f"{setting} must be 1, or 0 without drafts")
+        check(self.num_nextn_predict_layers == 1 or self.dspark is None, f"{setting} must be 1 with dspark")
         for part in (self.dspark, self.engram):
             if part is not None:
                 part.check(self.num_hidden_layers, self.vocab_size)
@@ -134,6 +134,7 @@ class DSV4Config:
         self._check_candidates()
 
     def _check_candidates(self):
+        """Checks the number and size of candidate blocks. They may be 0 only if no layer has `candidates`."""
         blocks = self.candidate_topk_blocks
         size = self.candidate_block_size
         least = int(any(spec.candidates is not None for spec in self.specs))
@@ -322,7 +323,7 @@ class DSV4Config:
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
         try:
             return cls(**config_json.read_fields(content, mtp=mtp))
-        except TypeError as error:  # a value in config.json has another JSON type
+        except TypeError as error:  # a value in config.json has the wrong JSON type
             raise ValueError(str(error)) from None
 
     @classmethod

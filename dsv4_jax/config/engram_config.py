@@ -83,14 +83,17 @@ class EngramConfig:
         check_whole("engram_head_dim", self.head_dim, 1, 2**20)
         check_whole("engram_pad_token_id", self.pad_token_id, 0, vocab_size - 1)
         check_whole("engram_compressed_vocab_size", self.compressed_vocab_size, 1, vocab_size)
-        count = len(self.layer_ids) * self.rows
-        check(count <= 4096, f"engram_layer_ids and engram_n_heads ask for {count} primes, they must be at most 4096")
+        num_primes = len(self.layer_ids) * self.rows
+        check(
+            num_primes <= 4096,
+            f"engram_layer_ids and engram_n_heads ask for {num_primes} primes, they must be at most 4096",
+        )
         check(bool(self.layer_ids), "engram_layer_ids=[] must ascend, and name a layer at least")
         check_layers("engram_layer_ids", self.layer_ids, num_hidden_layers)
-        needed = tuple(sum(primes) for primes in self.primes)
-        check(max(needed, default=0) < 2**31, f"engram_num_embeddings={list(needed)} must be less than 2**31")
+        sizes = tuple(sum(primes) for primes in self.primes)
+        check(max(sizes, default=0) < 2**31, f"engram_num_embeddings={list(sizes)} must be less than 2**31")
         check(
-            tuple(self.num_embeddings) == needed,
-            f"engram_num_embeddings={list(self.num_embeddings)} must be {list(needed)}: the sums of the primes from "
+            tuple(self.num_embeddings) == sizes,
+            f"engram_num_embeddings={list(self.num_embeddings)} must be {list(sizes)}: the sums of the primes from "
             f"engram_vocab_size={self.vocab_size} on, {self.rows} for each layer",
         )

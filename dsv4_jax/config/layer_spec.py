@@ -14,7 +14,7 @@ HCA = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, CSA, HCA)
 
 OWN = -1  # stands for the layer's own number
-MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model; no weight's shape would confirm them
+MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model
 # Fields of `LayerSpec` that hold the number of a layer.
 _SOURCES = ("selection", "candidates")
 # {field of `LayerSpec`: its minimum}.
@@ -154,14 +154,14 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
         for field, least in _LEAST.items():
             if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
-        stored = owners.setdefault(unplaced.group, [])
+        group_owners = owners.setdefault(unplaced.group, [])
         sources: dict[str, Any] = {name: layer for name in _SOURCES if getattr(unplaced, name) == OWN}
-        index = len(stored) if unplaced.owner else unplaced.index
+        index = len(group_owners) if unplaced.owner else unplaced.index
         spec = dataclasses.replace(unplaced, layer=layer, index=index, **sources)
         placed.append(spec)
         if spec.owner:
-            stored.append(spec)
-        for fault in _faults(spec, unplaced, placed, stored):
+            group_owners.append(spec)
+        for fault in _faults(spec, unplaced, placed, group_owners):
             raise ValueError(f"{name} {fault}")
     return tuple(placed)
 
@@ -250,7 +250,7 @@ def _faults(spec, unplaced, placed, owners):
     Later checks rely on earlier ones, so the caller must stop at the first mistake.
 
     Args:
-      spec: the spec with its `layer`, `index` and `selection`.
+      spec: the spec with the attributes that `numbered` sets.
       unplaced: the spec as it was given.
       placed: specs of all layers up to this one.
       owners: specs of the layers up to this one that store entries of its group.
@@ -270,8 +270,8 @@ def _faults(spec, unplaced, placed, owners):
     if spec.index >= len(owners):
         yield f"reads row {spec.index} of group {group!r}, which no layer before it stores"
     for field in ("compress_rate", "overlap", "keys", "key_compressor", "position_bias"):
-        if (mine := getattr(spec, field)) != (stored := getattr(owners[0], field)):
-            yield f"has {field}={mine}, but group {group!r} has {field}={stored} in layers[{owners[0].layer}]"
+        if (value := getattr(spec, field)) != (group_value := getattr(owners[0], field)):
+            yield f"has {field}={value}, but group {group!r} has {field}={group_value} in layers[{owners[0].layer}]"
     if (spec.selects or spec.key_compressor) and not spec.keys:
         yield "selects entries by index keys, or pools them, which its group does not store: give keys=True"
     if spec.index_topk and not spec.selects:
@@ -285,10 +285,10 @@ def _faults(spec, unplaced, placed, owners):
             yield f"scores entries of {rate} tokens, but layer {source.layer} makes candidates of other entries"
     if spec.selection is None:
         return
-    if not 0 <= spec.selection <= spec.layer or not (chosen := placed[spec.selection]).selects:
+    if not 0 <= spec.selection <= spec.layer or not (selector := placed[spec.selection]).selects:
         yield f"attends to the selection of layer {spec.selection}, which is not an earlier indexer's"
-    if chosen.compress_rate != rate:
+    if selector.compress_rate != rate:
         yield (
-            f"has entries of {rate} tokens, but attends to the selection of layer {chosen.layer}, whose entries have "
-            f"{chosen.compress_rate}: some would not exist yet"
+            f"has entries of {rate} tokens, but attends to the selection of layer {selector.layer}, whose entries have "
+            f"{selector.compress_rate}: some would not exist yet"
         )

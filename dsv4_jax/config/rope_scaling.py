@@ -56,11 +56,12 @@ class RopeScaling:
         pairs = len(freqs)
 
         def pair_turning(turns: float) -> float:
+            """Returns the index, a fraction, of the pair that makes so many turns within the original context."""
             return pairs * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
 
         low = max(math.floor(pair_turning(self.beta_fast)), 0)
         high = min(math.ceil(pair_turning(self.beta_slow)), 2 * pairs - 1)
         width = np.float32(high - low if high != low else 0.001)
         ramp = np.clip((np.arange(pairs, dtype=np.float32) - np.float32(low)) / width, 0, 1)
-        smooth = np.float32(1) - ramp
-        return freqs / np.float32(self.factor) * (np.float32(1) - smooth) + freqs * smooth
+        unscaled_weight = np.float32(1) - ramp
+        return freqs / np.float32(self.factor) * (np.float32(1) - unscaled_weight) + freqs * unscaled_weight

@@ -79,13 +79,13 @@ def logprobs(
     """
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
-    names = getattr(_module(model), "adapter_names", ())
-    if adapters is None and names:
+    adapter_names = getattr(_module(model), "adapter_names", ())
+    if adapters is None and adapter_names:
         adapters = jnp.full(lengths.shape, -1, jnp.int32)  # an engine's batches also hold -1 for "no adapter"
-    elif names and not isinstance(adapters, jax.core.Tracer):
-        numbers = np.asarray(adapters)
-        if numbers.min(initial=-1) < -1 or numbers.max(initial=-1) >= len(names):
-            raise ValueError(f"adapters must be from -1 to {len(names) - 1}, got {numbers.tolist()}")
+    elif adapter_names and not isinstance(adapters, jax.core.Tracer):
+        adapter_ids = np.asarray(adapters)
+        if adapter_ids.min(initial=-1) < -1 or adapter_ids.max(initial=-1) >= len(adapter_names):
+            raise ValueError(f"adapters must be from -1 to {len(adapter_names) - 1}, got {adapter_ids.tolist()}")
     return sharded_rows(functools.partial(_local_logprobs, shape), placed=1)(model, tokens, lengths, adapters)
 
 
@@ -97,6 +97,7 @@ def _local_logprobs(shape, model, tokens, lengths, adapters):
     size = shape.token_budget
 
     def chunked(x, padding):
+        """Returns x [n] as [chunks, token_budget], with padding at the end."""
         return jnp.pad(x, (0, -x.size % size), constant_values=padding).reshape(-1, size)
 
     chunks = chunked(flat, 0), chunked(slots, -1), chunked(positions, -1), chunked(targets, 0)
@@ -175,22 +176,23 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
             if isinstance(module, LayerStack):
                 module.remat = True
     ids, slots, positions, targets = chunk
-    none = jnp.zeros((0,), jnp.int32)
+    empty = jnp.zeros((0,), jnp.int32)
     batch = Batch(
-        ids, positions, slots, new_blocks=none.reshape(0, 3), reset_slots=none, prefill=True, adapters=adapters
+        ids, positions, slots, new_blocks=empty.reshape(0, 3), reset_slots=empty, prefill=True, adapters=adapters
     )
     hidden, cache = run_model(model, cache, batch)
-    rows = shape.logits_rows
-    padding = -len(ids) % rows
 
     def score(group):
+        """Returns the log-probabilities of a group of tokens."""
         hidden, targets = group
         return log_probabilities(model.logits(hidden), targets)[0]
 
     if remat:
         return jax.checkpoint(score)((hidden, targets)), cache
-    hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, rows, hidden.shape[1])
-    values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, rows)))
+    group_size = shape.logits_rows
+    padding = -len(ids) % group_size
+    hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, group_size, hidden.shape[1])
+    values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, group_size)))
     return values.reshape(-1)[: len(ids)], cache
 
 
@@ -215,6 +217,7 @@ def _scan(shape, floats, others, sequences, chunks, *, keep):
     lengths, adapters = sequences
 
     def step(cache, chunk):
+        """Runs a chunk."""
         values, after = _run_chunk(shape, model, cache, chunk, adapters)
         return after, (values, cache if keep else None)
 
@@ -228,6 +231,7 @@ def _run(shape, floats, others, sequences, chunks):
 
 
 def _run_forward(shape, floats, others, sequences, chunks):
+    """Returns the result of `_run`, and the values that `_run_backward` needs."""
     values, caches = _scan(shape, floats, others, sequences, chunks, keep=True)
     return values, (floats, others, sequences, chunks, caches)
 
@@ -240,25 +244,27 @@ def _run_backward(shape, saved, cotangents):
     floats, others, (_, adapters), chunks, caches = saved
 
     def step(carry, inputs):
-        total, of_cache = carry
-        cache, chunk, of_values = inputs
+        """Goes back through a chunk: adds its cotangents of the model to the carry."""
+        model_total, cache_cotangents = carry
+        cache, chunk, value_cotangents = inputs
         cache_floats, cache_others = _split(cache.fake_quantized())
 
         def outputs_of(floats, cache_floats):
+            """Runs the chunk as a function of the arrays that have gradients."""
             before = _join(cache_floats, cache_others)
             values, after = _run_chunk(shape, _join(floats, others), before, chunk, adapters, remat=True)
             return values, _split(after)[0]
 
-        _, pull = jax.vjp(outputs_of, floats, cache_floats)
-        of_model, of_cache = pull((of_values, of_cache))
-        total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, of_model)
-        return (total, of_cache), None
+        _, gradient_function = jax.vjp(outputs_of, floats, cache_floats)
+        model_cotangents, cache_cotangents = gradient_function((value_cotangents, cache_cotangents))
+        model_total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), model_total, model_cotangents)
+        return (model_total, cache_cotangents), None
 
     cache = jax.tree.map(lambda x: x[0], caches).fake_quantized()
     zeros = jax.tree.map(jnp.zeros_like, _split(cache)[0])
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
-    (total, _), _ = jax.lax.scan(step, (total, zeros), (caches, chunks, cotangents), reverse=True)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), total, floats), None, None, None
+    model_total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
+    (model_total, _), _ = jax.lax.scan(step, (model_total, zeros), (caches, chunks, cotangents), reverse=True)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), model_total, floats), None, None, None
 
 
 _run.defvjp(_run_forward, _run_backward)

@@ -134,15 +134,16 @@ class SlotRows:
                     f"processor.state{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, it must be [{num_slots}, "
                     "...] with a state for each slot: use processor.stacked([state] * slots)"
                 )
-        count = indices.shape[0]
-        tokens = jnp.maximum(indices, 0)
-        max_rows = count // num_slots if batch.schema is None else min(count, batch.schema.max_query_tokens)
+        num_rows = indices.shape[0]
+        token_indices = jnp.maximum(indices, 0)
+        max_rows = num_rows // num_slots if batch.schema is None else min(num_rows, batch.schema.max_query_tokens)
         is_row = indices >= 0 if is_drawn is None else (indices >= 0) & is_drawn
-        slots = jnp.where(is_row, batch.slots[tokens], num_slots)
-        index = jnp.arange(count, dtype=jnp.int32)
-        begins = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
-        rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - begins].set(index, mode="drop")
-        return cls(processor, rows, batch.token_ids[tokens[jnp.maximum(rows, 0)]])
+        slots = jnp.where(is_row, batch.slots[token_indices], num_slots)
+        index = jnp.arange(num_rows, dtype=jnp.int32)
+        # The rows of a slot are adjacent. `first_rows` has the index of the slot's first row, for each row.
+        first_rows = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
+        rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - first_rows].set(index, mode="drop")
+        return cls(processor, rows, batch.token_ids[token_indices[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
         """Returns the logits after the processor's changes.
@@ -192,6 +193,7 @@ def begin_slot(
         state = jax.lax.fori_loop(0, count, lambda i, state: processor.update(state, tokens[i]), state)
 
     def write(states, new):
+        """Writes a request's array to its slot, on the device that holds the slot."""
         local = to_local_ids(slot, "slots", len(states))
         return states.at[jnp.where(local >= 0, local, len(states))].set(new, mode="drop")
 

@@ -89,12 +89,12 @@ def decode_loop(
     num_slots = cache.lengths.shape[0]
     last = last_token_indices(batch, num_slots)
     index = jnp.maximum(last, 0)
-    none = jnp.full((num_slots, steps), -1, jnp.int32)
+    no_tokens = jnp.full((num_slots, steps), -1, jnp.int32)
     zeros = jnp.zeros((num_slots,), jnp.int32)
-    logprobs = None if top_logprobs is None else jnp.zeros(none.shape)
+    logprobs = None if top_logprobs is None else jnp.zeros(no_tokens.shape)
     top = None
     if top_logprobs:
-        top = TopLogprobs(*(jnp.zeros((*none.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))
+        top = TopLogprobs(*(jnp.zeros((*no_tokens.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))
     start = _LoopState(
         last_tokens=one_token_batch(
             batch.token_ids[index], jnp.where(last >= 0, batch.positions[index], -1), batch.adapters
@@ -102,7 +102,7 @@ def decode_loop(
         draft_tokens=jnp.zeros((num_slots, options.count), jnp.int32),
         num_tokens=zeros,
         num_steps=zeros,
-        output=LoopOutput(none, logprobs, top, none if options.count else None, processor),
+        output=LoopOutput(no_tokens, logprobs, top, no_tokens if options.count else None, processor),
         cache=cache,
     )
     advance = functools.partial(_advance, model, sampling, seeds, stop_tokens, options)
@@ -183,7 +183,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     if drafts:
         step_index = jnp.where(is_active, state.num_steps, steps)
         counts = counts.at[slots, step_index].set(num_new - 1, mode="drop")
-    # The step's own states also count accepted drafts that follow a stop token.
+    # The step also returns a processor, but its states count accepted drafts that follow a stop token.
     processor = state.output.processor and state.output.processor.updated(drawn.tokens, is_new)
     output = dataclasses.replace(output, accepted=counts, processor=processor)
     length = state.last_tokens.positions + num_new
@@ -208,6 +208,7 @@ def _with_drafts(last_tokens, draft_tokens, is_live):
     slots = jnp.arange(len(ids), dtype=jnp.int32)[:, None]
 
     def flat(values, padding):
+        """Returns the values [slots, 1 + drafts], with padding where no token is live, as one axis."""
         return jnp.where(is_live, values, padding).reshape(-1)
 
     return dataclasses.replace(

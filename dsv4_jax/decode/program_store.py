@@ -75,8 +75,8 @@ class Program:
 class ProgramTable:
     """The programs of one model that this process has compiled or loaded.
 
-    The key of a program is its function, the shapes, dtypes and shardings of the arguments other than the model, and
-    the static arguments.
+    The key of a program is its function, the tree structure of the arguments other than the model, the shapes, dtypes
+    and shardings of their arrays, the static arguments, and the choice of `ops.use_implementation`.
 
     Attributes:
       compilations: number of programs compiled or loaded.
@@ -106,7 +106,7 @@ class ProgramTable:
         """
         if not os.environ.get(FOLDER):
             return None, args
-        if not options.keys() <= static_names(function):
+        if not options.keys() <= static_names(function):  # options that are not static become positional arguments
             bound = inspect.signature(function).bind(*args, **options)
             bound.apply_defaults()  # otherwise `bound.args` would end before the first argument that is not given
             args = bound.args
@@ -165,6 +165,7 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
             return Program(executable, {"trace": 0.0, "lower": 0.0, "compile": time.perf_counter() - begin})
 
     def compile_and_keep(lowered):
+        """Compiles a program and writes it to the store. Returns it also if it cannot be written."""
         with _without_jax_cache():
             executable = lowered.compile()
         *results, cache = lowered.out_tree.children()

@@ -138,21 +138,23 @@ def sample(
     if isinstance(sampling, SamplingParams):
         # The new arrays are constants of the program, so the compiler removes branches that are never taken.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    warm = sampling.temperature > 0
-    is_limited = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_random = sampling.temperature > 0
+    is_limited = is_random & ((sampling.top_k > 0) | (sampling.top_p < 1))
 
     def draw():
-        scaled = logits / jnp.where(warm, sampling.temperature, 1.0)[:, None]
+        """Draws a token of each row, at random or the likeliest one."""
+        scaled = logits / jnp.where(is_random, sampling.temperature, 1.0)[:, None]
         scaled = jax.lax.cond(jnp.any(is_limited), _keep_best, lambda logits, *_: logits, scaled, sampling)
 
         @jax.vmap
-        def drawn(seed, position, row):
+        def draw_row(seed, position, row):
+            """Draws a token of one row."""
             return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), row)
 
-        return jnp.where(warm, drawn(seeds, positions, scaled).astype(jnp.int32), best)
+        return jnp.where(is_random, draw_row(seeds, positions, scaled).astype(jnp.int32), likeliest)
 
-    return jax.lax.cond(jnp.any(warm), draw, lambda: best)
+    return jax.lax.cond(jnp.any(is_random), draw, lambda: likeliest)
 
 
 def log_probabilities(
@@ -178,7 +180,10 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
     """
 
     def find():
+        """Returns the likeliest tokens of all rows."""
+
         def find_next(last, _):
+            """Finds the token after `last`, by falling logits and, among equal logits, by rising ids."""
             last_logit, last_id = last
             is_later = (logits < last_logit) | ((logits == last_logit) & (ids > last_id))
             id = jnp.argmax(jnp.where(is_later, logits, -jnp.inf), axis=-1, keepdims=True).astype(jnp.int32)
@@ -189,8 +194,10 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
         # loop could not, see `_keep_best`.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         shape = (logits.shape[0], 1)
-        none = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)
-        _, tokens = jax.lax.scan(find_next, none, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED)
+        before_first = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)
+        _, tokens = jax.lax.scan(
+            find_next, before_first, length=options.num_top, unroll=options.num_top <= MAX_UNROLLED
+        )
         best, chosen = (x[:, :, 0].T for x in tokens)
         return TopLogprobs(chosen, best - norm[:, None])
 

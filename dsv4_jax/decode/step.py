@@ -146,8 +146,8 @@ class EarlierTokens:
         if isinstance(tokens, tuple):
             last, drafts = tokens
             tokens = jnp.concatenate([last[:, None], drafts], axis=1)
-            begin = lengths[jnp.maximum(batch.slots, 0)]
-            positions = jnp.where(is_earlier, begin + self.indices % tokens.shape[1], positions)
+            first_positions = lengths[jnp.maximum(batch.slots, 0)]
+            positions = jnp.where(is_earlier, first_positions + self.indices % tokens.shape[1], positions)
         drawn = tokens.reshape(-1)[jnp.maximum(self.indices, 0)]
         ids = jnp.where(is_earlier, drawn, batch.token_ids)
         return dataclasses.replace(batch, token_ids=ids, positions=positions)
@@ -288,11 +288,11 @@ def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, 
       (`output` with `draft_tokens` and `last_tokens`, the cache).
     """
     last = last_accepted(batch, indices, output.tokens, seeds.shape[0])
-    row = jnp.maximum(last, 0)
-    tokens = output.tokens[row]
-    index = jnp.maximum(indices[row], 0)
+    entry = jnp.maximum(last, 0)
+    tokens = output.tokens[entry]
+    token_index = jnp.maximum(indices[entry], 0)
     batch = one_token_batch(tokens, jnp.where(last >= 0, cache.lengths, -1))
-    draft_tokens, _, _, cache = draft(model, cache, streams[index], batch, sampling, seeds, drafts=options)
+    draft_tokens, _, _, cache = draft(model, cache, streams[token_index], batch, sampling, seeds, drafts=options)
     return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens), cache
 
 
@@ -320,9 +320,9 @@ def draw_tokens(
     Returns:
       StepOutput without `draft_tokens`, `last_tokens` and `decisions`.
     """
-    index = jnp.maximum(logits_indices, 0)
+    token_indices = jnp.maximum(logits_indices, 0)
     num_slots = seeds.shape[0]
-    slots = jnp.maximum(batch.slots[index], 0)
+    slots = jnp.maximum(batch.slots[token_indices], 0)
     row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
     forced = None if logprobs is None else logprobs.forced_tokens
     processed = logits
@@ -331,16 +331,16 @@ def draw_tokens(
         is_drawn = None if forced is None else forced < 0
         by_slot = SlotRows.of(processor, batch, logits_indices, is_drawn, num_slots)
         processed = by_slot.process(logits)
-    tokens = sample(processed, row_sampling, seeds[slots], batch.positions[index] + 1, token_mask)
+    tokens = sample(processed, row_sampling, seeds[slots], batch.positions[token_indices] + 1, token_mask)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
-    chosen, norm = log_probabilities(logits, tokens)
+    token_logprobs, norm = log_probabilities(logits, tokens)
     top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
     if by_slot is None:
-        return StepOutput(tokens, chosen, top)
+        return StepOutput(tokens, token_logprobs, top)
     is_allowed = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0] > -jnp.inf
     last = last_accepted(batch, logits_indices, tokens, num_slots)
-    logprobs_if_allowed = jnp.where(is_allowed, chosen, jnp.nan)
+    logprobs_if_allowed = jnp.where(is_allowed, token_logprobs, jnp.nan)
     return StepOutput(tokens, logprobs_if_allowed, top, processor=by_slot.update(tokens, last))
 
 
@@ -379,17 +379,17 @@ def last_accepted(
     Returns:
       [num_slots] int32, the index in [0, n) of this token's entry of `logits_indices`; -1 = the slot has no entry.
     """
-    tokens_index = jnp.maximum(logits_indices, 0)
-    index = jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
-    slots = jnp.where(logits_indices >= 0, batch.slots[tokens_index], -1)
-    is_draft = (slots == jnp.roll(slots, 1)) & (index > 0)
-    is_rejected = is_draft & (batch.token_ids[tokens_index] != jnp.roll(tokens, 1))
-    last_rejected = jax.lax.cummax(jnp.where(is_rejected, index, -1))
-    first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, index))
+    token_indices = jnp.maximum(logits_indices, 0)
+    entries = jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
+    slots = jnp.where(logits_indices >= 0, batch.slots[token_indices], -1)
+    is_draft = (slots == jnp.roll(slots, 1)) & (entries > 0)
+    is_rejected = is_draft & (batch.token_ids[token_indices] != jnp.roll(tokens, 1))
+    last_rejected = jax.lax.cummax(jnp.where(is_rejected, entries, -1))
+    first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, entries))
     # An entry is accepted if neither it nor an earlier entry of its request is rejected.
     is_accepted = last_rejected < first_of_request
     accepted_slots = jnp.where(is_accepted & (slots >= 0), slots, num_slots)  # `num_slots` is dropped below
-    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(index, mode="drop")
+    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(entries, mode="drop")
 
 
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:

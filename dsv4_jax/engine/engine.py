@@ -114,8 +114,8 @@ class Engine(Summarized):
             self._experts = model.expert_memory.migration
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
-        on_host = None if isinstance(drafter, str) else drafter
-        scheduler = Scheduler(manager, cache, self._metrics, self.config, drafter=on_host, prefix=prefix)
+        host_drafter = None if isinstance(drafter, str) else drafter
+        scheduler = Scheduler(manager, cache, self._metrics, self.config, drafter=host_drafter, prefix=prefix)
         self._scheduler = scheduler
         if prefix is not None and prefix.files is not None:
             prefix.get_cache = lambda: scheduler.cache
@@ -344,7 +344,7 @@ class Engine(Summarized):
             launched = self._launched
             self._launched = None
             if launched is not None and not launched.is_in_vain:
-                self._read(launched)
+                self._read(launched)  # the tokens come from the earlier weights
             if running == "recompute":
                 self._scheduler.recompute()
             if self.prefix is not None:

@@ -128,8 +128,8 @@ def generate(
 def engine_for_prompts(model, manager: KVCacheManager, prompts, max_new_tokens: int, chunk: int, drafts: Any = 0):
     """Makes an engine for prompts, in a context manager that closes it.
 
-    The engine's steps have room for `chunk` prompt tokens besides a token and its drafts for each slot. Arguments are
-    as for `stream`.
+    The engine's steps have room for `chunk` prompt tokens of one request, and for a token and its drafts of each other
+    slot. Arguments are as for `stream`.
 
     Raises:
       TypeError, ValueError: as for `stream`.

@@ -59,8 +59,8 @@ class StepRunner:
         count = device_drafts.count
         # `_no_tokens` takes the place of `LaunchedStep.tokens` if there is no previous step.
         rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
-        none = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
-        self._no_tokens = manager.devices.put(none, "tokens")
+        no_tokens = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
+        self._no_tokens = manager.devices.put(no_tokens, "tokens")
         self._processor: LogitsProcessor | None = None  # holds the states of all slots
         self.forget_logits_states()
         self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())
@@ -128,14 +128,14 @@ class StepRunner:
         first_rows, logits_indices, sources = _output_rows(
             field_bytes, self._manager.shards, len(batch.slots), self.decode_size
         )
-        options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
+        logprob_options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
         sampling, seeds, adapters = self._parameters(schedule.requests)
-        arrays = (logits_indices, sources, (sampling, seeds, options), adapters)
+        arrays = (logits_indices, sources, (sampling, seeds, logprob_options), adapters)
         logits_indices, sources, drawing, adapters = self._manager.devices.put_changed(arrays, "tokens")
         if adapters is not None:
             batch = dataclasses.replace(batch, adapters=adapters)
         earlier = EarlierTokens(self._no_tokens if after is None else after.tokens, sources)
-        wants_top = options is not None and bool(options.wants_top)
+        wants_top = logprob_options is not None and bool(logprob_options.wants_top)
         launched = LaunchedStep(schedule, batch, first_rows, begins, (logits_indices, *drawing), wants_top)
         self._begin_slots(schedule.requests)
         has_grammars = has_grammars or any(request.matcher is not None for request in schedule.requests)
@@ -155,6 +155,7 @@ class StepRunner:
         before = draw_step._cache_size()
         masks = self._token_masks(launched)
         output = draw_step(launched.logits, launched.batch, *launched.drawing, masks, self._processor)
+        # `draw_step` is no program of the model, so its compilations are added to `compilations` here.
         self._compilations_before -= draw_step._cache_size() - before
         output = dataclasses.replace(output, decisions=launched.decisions)
         return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)
@@ -178,12 +179,12 @@ class StepRunner:
             request = requests[i]
             state = processor.state if request.params.logits_state is None else request.params.logits_state
             tokens = self._unused_tokens
-            count = request.num_generated
-            if count:
+            num_generated = request.num_generated
+            if num_generated:
                 tokens = np.zeros(tokens.shape, np.int32)
-                tokens[:count] = request.generated
+                tokens[:num_generated] = request.generated
             state = jax.tree.map(np.asarray, state)
-            arguments = devices.put((np.int32(request.slot), state, tokens, np.int32(count)))
+            arguments = devices.put((np.int32(request.slot), state, tokens, np.int32(num_generated)))
             self._processor = begin_slot(self._processor, *arguments)
             self._begun[request.slot] = admitted[i]
 
@@ -316,7 +317,7 @@ class StepRunner:
     def _compile(self, cache, launched, masks, function, args, options):
         """Compiles the program of a step.
 
-        Without a mesh, also runs `draw_step` if that program draws the step's tokens, so that it is compiled.
+        If `draw_step` draws the step's tokens, it is run on zeros, so that it is compiled, too; not on a mesh.
         """
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:
@@ -356,9 +357,11 @@ def _output_rows(fields, shards, num_tokens, decode_size):
     first_rows = shards.place_rows(slots, num_rows, decode_size)
     # On a device, indices of tokens in the batch and in the previous step's tokens count from the shard's first token.
     logits_indices = np.full((shards.count * decode_size,), -1, np.int32)
-    tokens = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
-    logits_indices[consecutive(first_rows, num_rows)] = tokens
-    drawn = sources >= 0
+    token_indices = consecutive(first_tokens, num_rows) % (num_tokens // shards.count)
+    logits_indices[consecutive(first_rows, num_rows)] = token_indices
+    has_source = sources >= 0
     earlier = np.full((num_tokens,), -1, np.int32)
-    earlier[consecutive(begins[drawn], counts[drawn])] = consecutive(sources[drawn] % decode_size, counts[drawn])
+    earlier[consecutive(begins[has_source], counts[has_source])] = consecutive(
+        sources[has_source] % decode_size, counts[has_source]
+    )
     return first_rows, logits_indices, earlier

@@ -84,21 +84,22 @@ class Scheduler:
           children: the copies, from `Request.child`.
           in_flight: the step that was launched and not read, if any.
         """
+        # A copy gets one of `slots`, or waits with the bytes `offloaded`. With None, it runs all tokens again.
         offloaded = request.offloaded
         slots = []
         slot = request.slot
         num_launched = 0 if slot < 0 else self.manager.length(slot)  # includes the tokens of a step in flight
-        length = min(num_launched, len(request.tokens) - 1)
+        length = min(num_launched, len(request.tokens) - 1)  # number of tokens whose rows are copied
         is_overwritten = self.config.draft_tokens and num_launched > length
         is_unread = False
         if in_flight is not None and (request.scores_prompt or self.config.record_decisions):
             starts = dict(zip(in_flight.schedule.requests, in_flight.schedule.numbers["start"].tolist(), strict=True))
             is_unread = starts.get(request, length) < length
         if length and not is_overwritten and not is_unread:
-            room = min(len(children), self.manager.free_slots_beside(slot))
+            num_fitting = min(len(children), self.manager.free_slots_beside(slot))
             try:
-                if room:
-                    slots, self.cache = self.manager.fork(self.cache, slot, room, length=length)
+                if num_fitting:
+                    slots, self.cache = self.manager.fork(self.cache, slot, num_fitting, length=length)
                     for child_slot in slots:
                         self.manager.allocate(child_slot, len(request.tokens) - length)
             except CacheFullError:
@@ -347,20 +348,20 @@ class Scheduler:
           decode: whether a request's newest known token may run. If this token runs, a new token is drawn after it.
         """
         shards = self.manager.shards
-        # For each shard, `budget` is the number of tokens left in the budget, and `rows` the number of output rows left
-        # after one row is set aside for each reader.
+        # For each shard, `budget` is the number of tokens left in the budget, and `free_rows` the number of output rows
+        # left after one row is set aside for each reader.
         budget = np.full((shards.count,), self.config.token_budget)
-        rows = np.full((shards.count,), self.config.decode_size(shards.slots))
-        decoding = shards.of(schedule.numbers["slot"])
-        np.subtract.at(budget, decoding, schedule.numbers["num_tokens"])
-        np.subtract.at(rows, decoding, schedule.num_rows)
-        np.subtract.at(rows, [shards.of(request.slot) for request in readers], 1)
+        free_rows = np.full((shards.count,), self.config.decode_size(shards.slots))
+        decode_shards = shards.of(schedule.numbers["slot"])
+        np.subtract.at(budget, decode_shards, schedule.numbers["num_tokens"])
+        np.subtract.at(free_rows, decode_shards, schedule.num_rows)
+        np.subtract.at(free_rows, [shards.of(request.slot) for request in readers], 1)
         chunks = []
         for request in readers:
             start = self.manager.length(request.slot)
             known = request.num_tokens
             shard = shards.of(request.slot)
-            limit = min(budget[shard], rows[shard] + 1) if request.scores_prompt else budget[shard]
+            limit = min(budget[shard], free_rows[shard] + 1) if request.scores_prompt else budget[shard]
             max_end = known if decode else known - 1
             end = int(min(start + limit, max_end))
             if end > start:
@@ -369,7 +370,7 @@ class Scheduler:
                     end = self.prefix.chunk_end(request.slot, request.tokens, end, salt=salt)
                 samples = end == known
                 num_scored = end - start - samples if request.scores_prompt else 0
-                rows[shard] -= max(num_scored + samples - 1, 0)  # one row is set aside already
+                free_rows[shard] -= max(num_scored + samples - 1, 0)  # one row is set aside already
                 budget[shard] -= end - start
                 chunks.append((request, request.tokens[start:end], start, num_scored, samples))
         if not chunks:
@@ -378,6 +379,7 @@ class Scheduler:
         return Schedule.of(requests, tokens, start=starts, num_scored=num_scored, samples=samples, is_prefill=True)
 
     def _fits(self, request, num_tokens):
+        """Returns whether a shard has room for a request, whose cached prefix needs none."""
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens, salt=request.params.prefix_salt)
         return self.manager.fits(num_tokens)
@@ -459,8 +461,8 @@ class Scheduler:
                 elif not can_preempt:
                     raise
                 else:
-                    shard = self.manager.shards.of
-                    self._preempt([r for r in self.running if shard(r.slot) == shard(request.slot)][-1])
+                    shard_of = self.manager.shards.of
+                    self._preempt([r for r in self.running if shard_of(r.slot) == shard_of(request.slot)][-1])
         return 0
 
     def _draft(self, request, max_drafts, is_in_flight):

@@ -131,6 +131,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     step_size = min(chunk, len(prompt)) + manager.shards.slots
 
     def run_step(tokens):
+        """Runs tokens {slot: ids}, and returns the likeliest next tokens of each slot, on the device."""
         nonlocal cache
         batch = manager.prepare_forward(tokens, prefill_size=step_size)
         output, cache = model.sample_step(cache, batch, logprobs=options)
@@ -141,16 +142,16 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     *earlier_chunks, last_chunk = np.split(prompt, range(chunk, len(prompt), chunk))
     for tokens in earlier_chunks:
         run_step({slots[0]: tokens})
-    top = run_step({slots[0]: last_chunk})
+    top_logprobs = run_step({slots[0]: last_chunk})
     alive = [Candidate([], 0.0)]
     ended = []
     for length in range(1, max_new_tokens + 1):
-        top = manager.devices.get(top)
+        top_logprobs = manager.devices.get(top_logprobs)
         # Each unfinished answer is continued by each of its likeliest tokens: (index of the answer, continued answer).
         children = [
             (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
             for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))
-            for logprob, token in zip(top.logprobs[slot], top.ids[slot], strict=True)
+            for logprob, token in zip(top_logprobs.logprobs[slot], top_logprobs.ids[slot], strict=True)
         ]
         children = sorted(children, key=lambda child: -child[1].logprob)[: 2 * beams]
         ended += [beam for _, beam in children[:beams] if beam.tokens[-1] in stop_tokens]
@@ -159,7 +160,7 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
         if len(ended) >= beams or length == max_new_tokens:
             break
         slots, cache = _follow_parents(manager, cache, slots, [parent for parent, _ in unfinished])
-        top = run_step({slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)})
+        top_logprobs = run_step({slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)})
     return alive, ended
 
 

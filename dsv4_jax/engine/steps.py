@@ -161,10 +161,10 @@ class LaunchedStep:
         schedule = self.schedule
         newest = np.full((num_slots,), -1)
         counts = np.zeros((num_slots,), int)
-        draws = np.array([request.finish_reason is None for request in schedule.requests]) & schedule.numbers["samples"]
-        slots = schedule.numbers["slot"][draws]
-        rows = (self.first_rows + schedule.num_rows - 1)[draws]
+        drawn = np.array([request.finish_reason is None for request in schedule.requests]) & schedule.numbers["samples"]
+        slots = schedule.numbers["slot"][drawn]
+        rows = (self.first_rows + schedule.num_rows - 1)[drawn]
         # With drafts on the device, each slot has 1 + `device_drafts` tokens, of which the drafts come last.
         newest[slots] = slots * (1 + device_drafts) if device_drafts else rows
-        counts[slots] = 1 + schedule.numbers["num_drafts"][draws]
+        counts[slots] = 1 + schedule.numbers["num_drafts"][drawn]
         return newest, counts

@@ -37,14 +37,14 @@ def stream_text(
       TypeError, ValueError: as for `stream`.
     """
     ids = tokenizer.encode(prompt).ids
-    text = AnswerText(tokenizer, ids, stop)
+    answer = AnswerText(tokenizer, ids, stop)
     for _, token in stream(model, manager, [ids], **options):
         if token in options.get("stop_tokens", ()):
             break
-        yield text.add(token)
-        if text.stopped:
+        yield answer.add(token)
+        if answer.stopped:
             return
-    yield text.finish()
+    yield answer.finish()
 
 
 class StopStrings:

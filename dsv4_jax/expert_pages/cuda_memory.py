@@ -41,14 +41,14 @@ class CudaMemory:
         self._device = self._call("cuDeviceGet", device.local_hardware_id)
         # JAX uses the device's primary context, too, so its programs can read the mappings.
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        kinds = driver.CUmemLocationType
-        access = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        location_types = driver.CUmemLocationType
+        read_write = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         attribute = driver.CUdevice_attribute
-        numa = self._call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, self._device)
+        numa_node = self._call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, self._device)
         # `locations` maps False (GPU memory) and True (host memory) to (type of the location, its number).
         locations = {
-            False: (kinds.CU_MEM_LOCATION_TYPE_DEVICE, int(self._device)),
-            True: (kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(int(numa), 0)),
+            False: (location_types.CU_MEM_LOCATION_TYPE_DEVICE, int(self._device)),
+            True: (location_types.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(int(numa_node), 0)),
         }
         self._properties = {}
         self._access = {}
@@ -60,13 +60,14 @@ class CudaMemory:
             properties.location.id = location_id
             rights.location.type = location_type
             rights.location.id = location_id
-            rights.flags = access
+            rights.flags = read_write
             self._properties[on_host] = properties
             self._access[on_host] = rights
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         sizes = [self._run("cuMemGetAllocationGranularity", x, smallest) for x in self._properties.values()]
         self._stream = self._run("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.page = max(map(int, sizes))
+        # A trial, because some sandboxes and containers forbid pages of host memory.
         try:
             self.release(self.create(self.page, on_host=True))
         except MemoryError as error:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 
 class _Tensor(ctypes.Structure):
-    """The struct DLManagedTensor of dlpack.h. Its first member, a DLTensor, is written as the fields of a DLTensor."""
+    """The struct DLManagedTensor of dlpack.h. Its first member, a DLTensor, is replaced by the DLTensor's fields."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

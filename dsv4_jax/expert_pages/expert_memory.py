@@ -110,26 +110,26 @@ class ExpertMemory:
         expert_bytes = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)
         total_bytes = experts * expert_bytes
         free = memory.free_bytes()
-        scales = total_bytes // CODES_PER_SCALE
-        room = free - scales - self.reserved_bytes if self.device_bytes is None else self.device_bytes
+        scale_bytes = total_bytes // CODES_PER_SCALE
+        room = free - scale_bytes - self.reserved_bytes if self.device_bytes is None else self.device_bytes
         if self.device_bytes is not None and min(room, total_bytes) > free:
             raise ValueError(f"experts may take {_gb(room)} of the GPU, of which {_gb(free)} are free. {_PREALLOCATED}")
-        on_device = min(experts, max(room, 0) // expert_bytes)
-        on_host = experts - on_device
-        host_bytes = on_host * expert_bytes
+        device_experts = min(experts, max(room, 0) // expert_bytes)
+        host_experts = experts - device_experts
+        host_bytes = host_experts * expert_bytes
         if host_bytes > (available := memory.free_host_bytes()):
             raise ValueError(
-                f"{on_host} of {experts} experts a layer ({_gb(host_bytes)}) would have to lie in host memory, of "
+                f"{host_experts} of {experts} experts a layer ({_gb(host_bytes)}) would have to lie in host memory, of "
                 f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
             )
         self._experts = experts
-        self._on_device = on_device
+        self._on_device = device_experts
         self.layers = {layer: [] for layer in layers}
         if self.placement_file is not None:
             self.frequencies |= read_frequencies(self.placement_file, experts)
-        if not on_host:
+        if not host_experts:
             return f"all {experts} experts a layer fit the GPU ({_gb(total_bytes)})"
-        return f"{on_host} of {experts} experts a layer stay in host memory ({_gb(host_bytes)})"
+        return f"{host_experts} of {experts} experts a layer stay in host memory ({_gb(host_bytes)})"
 
     def place_stack(self, layers: Sequence[str], shape: tuple[int, ...]) -> ExpertStack:
         """Maps memory for the codes of one of the experts' matrices in some layers, without setting its bytes.

@@ -108,18 +108,18 @@ class ExpertMigration:
         self._layers = dict(layers)
         self._file = file
         self._batch = batch
-        self._stored = dict(frequencies)
-        matrices = list(self._layers.values())
-        self._on_host = np.stack([pages[0].on_host for pages in matrices])
-        self._was_on_host = self._on_host.copy()
-        self._expert_bytes = sum(pages.nbytes for pages in matrices[0])
+        self._stored = dict(frequencies)  # content of the file
+        layer_pages = list(self._layers.values())
+        self._on_host = np.stack([pages[0].on_host for pages in layer_pages])
+        self._was_on_host = self._on_host.copy()  # since the preceding snapshot of the counts
+        self._expert_bytes = sum(pages.nbytes for pages in layer_pages[0])
         self.policy = PlacementPolicy(np.zeros(self._on_host.shape))
         self.history = PlacementPolicy(np.zeros(self._on_host.shape), _HISTORY_HALF_LIFE)
         for row, name in zip(self.history.frequencies, self._layers, strict=True):
             row[:] = self._stored.get(name, 0)
         self._mover: Mover | None = None
         if self._on_host.any() and not self._on_host.all():
-            self._mover = Mover(memory, matrices, batch)
+            self._mover = Mover(memory, layer_pages, batch)
             close: Any = weakref.finalize(self, self._mover.close)
             close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
@@ -128,7 +128,7 @@ class ExpertMigration:
         self._last = time.perf_counter()
         self._saved = time.perf_counter()
         self._steps = 0
-        self._before = np.zeros(0, np.uint32)
+        self._before = np.zeros(0, np.uint32)  # counts of the preceding snapshot
         self._experts_per_token = 1
 
     def start(self, counts: Int[Array, "2 L E"], experts_per_token: int) -> None:
@@ -149,8 +149,8 @@ class ExpertMigration:
         self.wait()
         if not self.policy.frequencies.any():
             # Counts of earlier processes matter only at the beginning, so they are scaled down to about one half-life.
-            weight = self.policy.half_life * experts_per_token / np.maximum(self.history.frequencies.sum(1), 1.0)
-            self.policy.frequencies += self.history.frequencies * np.minimum(weight, 1.0)[:, None]
+            factors = self.policy.half_life * experts_per_token / np.maximum(self.history.frequencies.sum(1), 1.0)
+            self.policy.frequencies += self.history.frequencies * np.minimum(factors, 1.0)[:, None]
         self._experts_per_token = experts_per_token
         self._steps = 0
         self._last = time.perf_counter()
@@ -177,7 +177,7 @@ class ExpertMigration:
             _log.error("experts do not move any longer: %s", error)
             self._mover = None
         if self._mover is not None and self._mover.swaps:
-            if self._debt:
+            if self._debt:  # earlier moves have kept the GPU idle for too long; wait until `remap_share` allows more
                 return
             self._remap(self._mover, counts)
         elif self._steps < self.interval:

@@ -117,11 +117,12 @@ class ExpertStack:
           MemoryError: the GPU or the host is out of memory.
         """
         nbytes = math.prod(shape) // on_host.size
-        places = on_host.ravel().tolist()
+        host_flags = on_host.ravel().tolist()
+        # `mapped` lists the memory that is freed with the array, `mappings` the memory of each expert.
         if nbytes % memory.page == 0:
-            mappings = _map_pages(memory, nbytes, places, for_cpu=True)
+            mappings = _map_pages(memory, nbytes, host_flags, for_cpu=True)
             mapped = mappings
-        elif not any(places):
+        elif not any(host_flags):
             mapped = _map_pages(memory, _whole_pages(memory, math.prod(shape)), [False], for_cpu=False)
             whole = mapped[0]
             mappings = [Mapping(whole.address + i * nbytes, nbytes, whole.handle, False) for i in range(on_host.size)]

@@ -53,12 +53,12 @@ class PlacementPolicy:
         # with the second coldest, and so on.
         hot = np.argsort(np.where(on_host, -self.frequencies, np.inf), axis=1, kind="stable")
         cold = np.argsort(np.where(on_host, np.inf, self.frequencies), axis=1, kind="stable")
-        pairs = min(int(on_host.sum(1).min()), int((~on_host).sum(1).min()))
-        hot = hot[:, :pairs]
-        cold = cold[:, :pairs]
+        num_pairs = min(int(on_host.sum(1).min()), int((~on_host).sum(1).min()))
+        hot = hot[:, :num_pairs]
+        cold = cold[:, :num_pairs]
         gains = np.take_along_axis(self.frequencies, hot, axis=1)
         losses = np.take_along_axis(self.frequencies, cold, axis=1)
-        saved = gains - losses - self.margin * np.sqrt(gains + losses)
-        layers, ranks = np.nonzero(saved > 0)
-        best = np.argsort(-saved[layers, ranks], kind="stable")[:limit]
+        net_gains = gains - losses - self.margin * np.sqrt(gains + losses)
+        layers, ranks = np.nonzero(net_gains > 0)
+        best = np.argsort(-net_gains[layers, ranks], kind="stable")[:limit]
         return [(int(i), int(hot[i, j]), int(cold[i, j])) for i, j in zip(layers[best], ranks[best], strict=True)]

@@ -46,8 +46,9 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         # Each shard has a stack of free blocks, so the most recently freed block is handed out next. A new stack yields
         # the first block of each device, then the second block of each, and so on; with one device per shard 0, 1, ...
-        share = num_blocks // (num_shards * devices)
-        self._free = self._by_shard(sorted(range(num_blocks), key=lambda block: (block % share, block), reverse=True))
+        per_device = num_blocks // (num_shards * devices)
+        order = sorted(range(num_blocks), key=lambda block: (block % per_device, block), reverse=True)
+        self._free = self._by_shard(order)
         self.listener: Callable[[Sequence[int]], None] = lambda blocks: None
 
     @property

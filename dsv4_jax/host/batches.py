@@ -68,20 +68,20 @@ def find_layout(
     num_tokens = np.frombuffer(counts, int)
     per_shard = [int(num_tokens[shards.of(slot_of) == shard].sum()) for shard in range(shards.count)]
     largest = max(per_shard)
-    size = shards.slots if decode_size is None else decode_size
+    shard_size = shards.slots if decode_size is None else decode_size
     prefill = bool(num_tokens.max() > max_query_tokens)
     if prefill_size is None:
-        if largest > size:
-            size = 1 << (largest - 1).bit_length()  # the next power of two
-    elif prefill or largest > size:
-        size = prefill_size
+        if largest > shard_size:
+            shard_size = 1 << (largest - 1).bit_length()  # the next power of two
+    elif prefill or largest > shard_size:
+        shard_size = prefill_size
         prefill = True
-        if largest > size:
+        if largest > shard_size:
             where = shards.where(per_shard.index(largest))
             raise ValueError(f"{prefill_size=} is less than the step's {largest} tokens{where}")
-    begins = shards.place_rows(slot_of, num_tokens, size)
+    begins = shards.place_rows(slot_of, num_tokens, shard_size)
     indices = consecutive(begins, num_tokens)
-    token_slots = np.full((shards.count * size,), -1, np.int32)
+    token_slots = np.full((shards.count * shard_size,), -1, np.int32)
     token_slots[indices] = np.repeat(slot_of % shards.slots, num_tokens)
     for array in (begins, indices, token_slots):
         array.flags.writeable = False  # `lru_cache` returns the same arrays again for later batches
@@ -89,7 +89,7 @@ def find_layout(
 
 
 def find_new_rows(
-    shards: Shards, slots: np.ndarray, now: np.ndarray, after: RequestStates, max_blocks: int
+    shards: Shards, slots: np.ndarray, before: np.ndarray, after: RequestStates, max_blocks: int
 ) -> dict[str, np.ndarray]:
     """Returns the fields `new_blocks` and `reset_slots` of a batch, as {name: array}.
 
@@ -101,14 +101,14 @@ def find_new_rows(
     Args:
       shards: the shards of the cache.
       slots: [n] slots of the batch's requests.
-      now: [n] array of dtype `request_table.NUMBERS`, the state of the batch's requests before the batch.
+      before: [n] array of dtype `request_table.NUMBERS`, the state of the batch's requests before the batch.
       after: the states of all requests after the batch.
       max_blocks: maximum number of blocks that the batch can add to the block tables of one shard.
     """
     rows = _blank_rows(shards, max_blocks)
     published = after.numbers["published_blocks"][slots]
-    is_new = now["changed"] == 0
-    changed = np.flatnonzero(is_new | (published > now["published_blocks"])).tolist()
+    is_new = before["changed"] == 0  # no batch or copy has written rows of the request yet
+    changed = np.flatnonzero(is_new | (published > before["published_blocks"])).tolist()
     if not changed:
         return rows
     rows = {name: array.copy() for name, array in rows.items()}
@@ -117,7 +117,7 @@ def find_new_rows(
     for i in changed:
         slot = int(slots[i])
         shard, local_slot = divmod(slot, shards.slots)
-        for index in range(now["published_blocks"][i], published[i]):
+        for index in range(before["published_blocks"][i], published[i]):
             row = shard * max_blocks + num_blocks[shard]
             blocks, _ = after.lists[slot]
             rows["new_blocks"][row] = local_slot, index, blocks[index] % shards.blocks

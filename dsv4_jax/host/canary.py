@@ -51,10 +51,10 @@ def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], re
     if not nodes:
         return
     sums = block_sums(devices, cache, [node.block for node in nodes])
-    for node, now in zip(nodes, sums, strict=True):
+    for node, new_sums in zip(nodes, sums, strict=True):
         start = node.length - devices.schema.block_tokens
         what = f"block {node.block} (tokens {start} to {node.length - 1})"
-        _check(reader, what, "it was cached", node.sums, now)
+        _check(reader, what, "it was cached", node.sums, new_sums)
 
 
 def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
@@ -68,6 +68,7 @@ def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
 
 
 def _check(reader, what, since, before, now):
+    """Raises CacheCorruptionError if a checksum in `before` differs from the one in `now`, one for each layer."""
     changed = [layer for layer, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
     if changed:
         raise CacheCorruptionError(

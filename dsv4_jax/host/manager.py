@@ -100,21 +100,21 @@ class KVCacheManager(Summarized):
         check_whole("max_requests", max_requests, 1)
         if num_blocks is not None:
             check_whole("num_blocks", num_blocks, 1)
-        shape = {} if mesh is None else mesh.shape
+        mesh_shape = {} if mesh is None else mesh.shape
         if mesh is not None:
             check_mesh(mesh)
-            check_shardable(config, shape)
-            check_divisible(shape, max_requests=max_requests, num_blocks=num_blocks or 0)
-        devices_per_shard = check_context_parallel(shape, context_parallel, num_blocks or 0)
+            check_shardable(config, mesh_shape)
+            check_divisible(mesh_shape, max_requests=max_requests, num_blocks=num_blocks or 0)
+        devices_per_shard = check_context_parallel(mesh_shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
-            num_shards = shape.get(DATA_AXIS, 1)
+            num_shards = mesh_shape.get(DATA_AXIS, 1)
             slots = max_requests // num_shards
             fields: dict[str, Any] = {"max_requests": slots, "context_parallel": context_parallel, **sizes}
             budget = compute_block_budget(config, parse_bytes(memory), **fields)
-            shard = CacheSchema(config, 0, **fields)
-            # `full` is the number of blocks on a device if the requests in all slots have the maximum length.
-            full = -(-slots * shard.max_blocks // devices_per_shard)
-            num_blocks = num_shards * devices_per_shard * min(budget, full)
+            shard_schema = CacheSchema(config, 0, **fields)
+            # Number of blocks on a device if the requests in all slots have the maximum length.
+            full_blocks = -(-slots * shard_schema.max_blocks // devices_per_shard)
+            num_blocks = num_shards * devices_per_shard * min(budget, full_blocks)
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema(
@@ -122,7 +122,7 @@ class KVCacheManager(Summarized):
         )
         self.devices = CacheDevices(self.schema, mesh)
         self.shards = self.devices.shards
-        self.requests = RequestTable(self.schema, self.shards, shape.get(MODEL_AXIS, 1) if context_parallel else 1)
+        self.requests = RequestTable(self.schema, self.shards, mesh_shape.get(MODEL_AXIS, 1) if context_parallel else 1)
 
     def _summary(self) -> dict[str, Any]:
         rooms = {}
@@ -464,25 +464,27 @@ class KVCacheManager(Summarized):
         states = table.states
         time = table.tick()
         missing = table.missing_blocks(slots, counts + reserve)
-        now = states.numbers[slots]
-        after = self._extended(now, counts)
+        before = states.numbers[slots]
+        after = self._extended(before, counts)
         after["num_blocks"] += missing
         after["changed"] = time
         # A block is published when the device's block table gets it. Only blocks that this step can reach are
         # published, which bounds the size of `new_blocks`.
-        after["published_blocks"] = np.maximum(now["published_blocks"], -(-(after["length"] + reserve) // block_tokens))
+        after["published_blocks"] = np.maximum(
+            before["published_blocks"], -(-(after["length"] + reserve) // block_tokens)
+        )
         # `max_blocks` bounds the number of new blocks in a shard. It has three terms: the blocks of `reserve` for each
         # slot, the blocks that the step's tokens would fill if they belonged to one request, and one block for each
         # slot, because the number of blocks of each request is rounded up.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
-        positions = layout.place(consecutive(now["length"], counts), -1)
+        positions = layout.place(consecutive(before["length"], counts), -1)
         growing = missing > 0
         needed = dict(zip(slots[growing].tolist(), missing[growing].tolist(), strict=True))
         with table.transaction(needed) as acquired:
             states = states.replaced(slots, after, acquired)
             arrays = {"token_ids": layout.place(ids, 0), "slots": layout.slots}
-            arrays |= find_new_rows(self.shards, slots, now, states, max_blocks)
+            arrays |= find_new_rows(self.shards, slots, before, states, max_blocks)
             batch = Batch(
                 positions=self.devices.put(positions, "tokens"),  # always a new array: it carries the batch's record
                 **self.devices.put_changed(arrays, "tokens"),
@@ -534,6 +536,7 @@ class KVCacheManager(Summarized):
                 f"slot {slot} cannot have decoded {num_tokens=} on the device: its blocks had room for {room}; "
                 "prepare the loop's first batch with a larger reserve"
             )
+        # The maximum number of rejected drafts that the device may have written after the decoded tokens.
         overrun = 0 if self.schema.config.drafts is None else min(room - num_tokens, self.schema.max_query_tokens - 1)
         (numbers,) = self._extended(self.requests.states.numbers[[slot]], np.array([num_tokens + overrun]))
         numbers["length"] -= overrun
@@ -579,12 +582,12 @@ class KVCacheManager(Summarized):
                 f"{state.length - base.min_length} can be forgotten; truncate goes further"
                 + (f"; the {not_run} tokens of batches that did not run can all be taken back" if not_run else "")
             )
-        full = length // self.schema.block_tokens
-        if self.requests.is_shared(state.blocks[full:]):
+        num_full = length // self.schema.block_tokens
+        if self.requests.is_shared(state.blocks[num_full:]):
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: the block of position {length} is shared; use truncate"
             )
-        state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:full])
+        state = dataclasses.replace(base, length=length, cached_blocks=state.cached_blocks[:num_full])
         step_order.commit_length(self.requests, slot, state)
 
     def fork(self, cache: KVCache, slot: int, n: int, *, length: int | None = None) -> tuple[list[int], KVCache]:
@@ -616,18 +619,18 @@ class KVCacheManager(Summarized):
         if not parent.length:
             raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
         slots = table.find_slots(n, self.shards.of(slot))
-        full, partial = divmod(parent.length, self.schema.block_tokens)
-        shared = parent.blocks[:full]
-        with table.transaction(dict.fromkeys(slots, int(partial > 0))) as copies:
+        num_full, num_partial = divmod(parent.length, self.schema.block_tokens)
+        shared = parent.blocks[:num_full]
+        with table.transaction(dict.fromkeys(slots, int(num_partial > 0))) as copies:
             table.allocator.share(shared * n)
-            cached_blocks = parent.cached_blocks[:full]
+            cached_blocks = parent.cached_blocks[:num_full]
             states = {
                 child: dataclasses.replace(
                     parent, blocks=shared + copies[child], cached_blocks=cached_blocks, admitted=0
                 )
                 for child in slots
             }
-            partial_block = parent.blocks[full] if partial else -1
+            partial_block = parent.blocks[num_full] if num_partial else -1
             new_cache = self._copy_request(cache, slot, states, partial_block, copies)
             step_order.record_write(table, cache, new_cache, states)
         return slots, new_cache
@@ -672,13 +675,13 @@ class KVCacheManager(Summarized):
                 start = nodes[-1].length
                 snapshot = nodes[-1].snapshot
         min_length = min(start, state.min_length)
-        full, partial = divmod(start, self.schema.block_tokens)
-        end = full + bool(partial)
-        written = state.blocks[full:end]  # the last kept block if it is not full, else nothing
+        num_full, num_partial = divmod(start, self.schema.block_tokens)
+        num_kept = num_full + bool(num_partial)
+        written = state.blocks[num_full:num_kept]  # the last kept block if it is not full, else nothing
         with table.transaction({slot: len(written)} if table.is_shared(written) else None) as copies:
-            blocks = state.blocks[:full] + (copies[slot] if copies else written)
-            table.allocator.release((written if copies else []) + state.blocks[end:])
-            cached_blocks = state.cached_blocks[:full]
+            blocks = state.blocks[:num_full] + (copies[slot] if copies else written)
+            table.allocator.release((written if copies else []) + state.blocks[num_kept:])
+            cached_blocks = state.cached_blocks[:num_full]
             state = dataclasses.replace(
                 state, length=start, min_length=min_length, blocks=blocks, cached_blocks=cached_blocks
             )
@@ -704,11 +707,11 @@ class KVCacheManager(Summarized):
         max_requests = self.schema.max_requests
         slots = padded(list(states), max_requests)
         blocks = padded(list(itertools.chain.from_iterable(copies.values())), max_requests)
-        rows = np.full((max_requests, self.schema.max_blocks), -1, np.int32)
+        table_rows = np.full((max_requests, self.schema.max_blocks), -1, np.int32)
         for i, state in enumerate(states.values()):
-            rows[i] = self.devices.block_table_row(state.blocks)
+            table_rows[i] = self.devices.block_table_row(state.blocks)
         (length,) = {state.length for state in states.values()}
-        arguments = (np.int32(source), np.int32(block), np.int32(length), slots, blocks, rows)
+        arguments = (np.int32(source), np.int32(block), np.int32(length), slots, blocks, table_rows)
         return copy_request(cache, *self.devices.put(arguments))
 
     def release(self, slot: int) -> None:

@@ -90,8 +90,8 @@ def capture(
     if not state.length:
         raise ValueError(f"slot {slot} holds no tokens yet: there is nothing to keep")
     check_blocks(devices, cache, state.cached_blocks, f"slot {slot}")
-    numbers = devices.put((np.int32(slot), np.int32(state.length), np.int32(state.min_length)))
-    rows = jax.device_get(read_request(cache, *numbers))
+    scalars = devices.put((np.int32(slot), np.int32(state.length), np.int32(state.min_length)))
+    rows = jax.device_get(read_request(cache, *scalars))
     blocks = devices.read_blocks(cache, state.blocks[: manager.requests.blocks_for(state.length)], state.length)
     return OffloadedRequest(state.length, state.min_length, rows, blocks, identity(manager.schema, key), state.weights)
 
@@ -160,12 +160,12 @@ def resume(
     with table.transaction({slot: table.blocks_for(length)}) as acquired:
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
-        new = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
+        new_cache = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
         # If this cache's rings have fewer spare rows than the request's earlier cache, it can be rewound less far.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, blocks, weights=offloaded.weights)
-        record_write(table, cache, new, {slot: state})
-    return slot, new
+        record_write(table, cache, new_cache, {slot: state})
+    return slot, new_cache
 
 
 def identity(schema: CacheSchema, key: str) -> dict[str, str]:

@@ -231,6 +231,7 @@ class RequestTable:
         needed = collections.Counter[int]()
         for slot, count in blocks.items():
             needed[self.shards.of(slot)] += count
+        # Blocks are evicted only if all shards have room.
         for shard, count in needed.items():
             if self.room(shard) < count:
                 self.allocator.check_free(count, shard)
@@ -290,9 +291,10 @@ class RequestTable:
         """
 
         def rank(shard):
-            free = len(self.free_slots(shard))
+            """Returns the criteria of a shard, in the order in which they decide."""
+            num_free = len(self.free_slots(shard))
             prefix = prefixes[shard] if prefixes else NOTHING
-            return free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, free, self.room(shard)
+            return num_free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, num_free, self.room(shard)
 
         best_shard = max(range(self.shards.count), key=rank)  # the first one if several are equally good
         (slot,) = self.find_slots(1, best_shard)

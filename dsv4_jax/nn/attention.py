@@ -29,8 +29,8 @@ class StepCarry:
       candidates: {index of a layer: [T, B] int32 blocks of entries to which the layer restricts the selections of later
         layers, then -1}, see `LayerSpec.candidates`.
       engram_rows: {index of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
-      taps: [n, S, hidden] inputs of DSpark's draft layers, one for each of the n target layers: the mean over the
-        residual streams that leave this layer, or zeros until it has run. None if there are no target layers. S is as
+      taps: [n, S, hidden] inputs of DSpark's draft layers, one for each of the n layers in `DSV4Config.tap_layers`: the
+        mean over the residual streams that leave this layer, or zeros until it has run. None if there are none. S is as
         in `ResidualStreams`.
       recorded: {name in `block.RECORDED`: value} of the most recent layer, for the names that were asked for.
     """
@@ -90,31 +90,33 @@ class Attention(nnx.Module):
         self.layer = layer
         spec = config.layers[layer]
         options: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
-        width = config.num_attention_heads * config.head_dim
+        heads_width = config.num_attention_heads * config.head_dim
         self.q_a_norm = RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps, rngs=rngs)
         self.kv_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, rngs=rngs)
         rank = config.o_groups * config.o_lora_rank
-        self.o_a_proj = Linear(width, rank, num_groups=config.o_groups, axes=("groups",), **options)
+        self.o_a_proj = Linear(heads_width, rank, num_groups=config.o_groups, axes=("groups",), **options)
         self.o_b_proj = Linear(rank, config.hidden_size, axes=(None, "groups"), **options)
         self.sinks = normal(rngs, (config.num_attention_heads,), std=0.5, axes=("heads",))
         pools_keys = spec.owner and spec.key_compressor
-        keys = Compressor(config, layer, config.index_head_dim, **options) if pools_keys else None
-        self.compressor = Compressor(config, layer, config.head_dim, indexer=keys, **options) if spec.owner else None
+        key_compressor = Compressor(config, layer, config.index_head_dim, **options) if pools_keys else None
+        self.compressor = (
+            Compressor(config, layer, config.head_dim, indexer=key_compressor, **options) if spec.owner else None
+        )
         self.indexer = CSAIndexer(config, layer) if spec.selects else None
 
-        inputs = {"q_a_proj": Projection(config.q_lora_rank), "kv_proj": Projection(config.head_dim)}
-        latents = {"q_b_proj": Projection(width, axes=("heads",))}
-        for name, compressor in {"compressor": self.compressor, "indexer": keys}.items():
+        input_maps = {"q_a_proj": Projection(config.q_lora_rank), "kv_proj": Projection(config.head_dim)}
+        latent_maps = {"q_b_proj": Projection(heads_width, axes=("heads",))}
+        for name, compressor in {"compressor": self.compressor, "indexer": key_compressor}.items():
             if compressor is not None:
                 is_pooled = spec.compress_rate * (1 + spec.overlap) > 1
                 dtype = jnp.float32 if is_pooled else None
-                pooled = Projection(compressor.width, out_dtype=dtype, is_fp8=False)
-                inputs |= {f"{name}_kv_proj": pooled} | ({f"{name}_gate_proj": pooled} if is_pooled else {})
+                projection = Projection(compressor.width, out_dtype=dtype, is_fp8=False)
+                input_maps |= {f"{name}_kv_proj": projection} | ({f"{name}_gate_proj": projection} if is_pooled else {})
         if spec.selects:
-            inputs["indexer_weights_proj"] = Projection(config.index_n_heads, is_fp8=False)
-            latents["indexer_q_b_proj"] = Projection(config.index_n_heads * config.index_head_dim)
-        self.input_projections = FusedLinear(config.hidden_size, inputs, **options)
-        self.latent_projections = FusedLinear(config.q_lora_rank, latents, **options)
+            input_maps["indexer_weights_proj"] = Projection(config.index_n_heads, is_fp8=False)
+            latent_maps["indexer_q_b_proj"] = Projection(config.index_n_heads * config.index_head_dim)
+        self.input_projections = FusedLinear(config.hidden_size, input_maps, **options)
+        self.latent_projections = FusedLinear(config.q_lora_rank, latent_maps, **options)
 
     def __call__(
         self,
@@ -143,10 +145,10 @@ class Attention(nnx.Module):
         projected_x = self.input_projections(x)
         projected_latent = self.latent_projections(projected_x["q_a_proj"], self.q_a_norm)
         q = projected_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
-        rows = q, projected_x["kv_proj"], self.kv_norm.weight.get_value()
+        arrays = q, projected_x["kv_proj"], self.kv_norm.weight.get_value()
         with jax.named_scope("norm_rope"):
             q, handle = handle.norm_rope_append(
-                *rows, inv_freq, eps=config.rms_norm_eps, norms_queries=config.norms_queries
+                *arrays, inv_freq, eps=config.rms_norm_eps, norms_queries=config.norms_queries
             )
         if self.compressor is not None:
             with jax.named_scope("compressor"):
@@ -156,13 +158,13 @@ class Attention(nnx.Module):
             # The carry lacks the candidates if this layer makes them itself, or if all blocks of the longest request
             # would be candidates (see `LayerCacheHandle.candidate_blocks`).
             candidates = None if spec.candidates is None else carry.candidates.get(spec.candidates)
-            selection, made = self.indexer(*queries, handle, candidates)
+            selection, own_candidates = self.indexer(*queries, handle, candidates)
             if forced_selection is not None:
                 # A token that sees entries selects at least one. So if a forced row has no entry, it was not recorded,
                 # or its token sees no entry. The indexer's selection is right in both cases.
                 forced = forced_selection[:, : selection.shape[1]]
                 selection = jnp.where(forced[:, :1] >= 0, forced, selection)
-            carry = carry.with_selection(self.layer, selection, made)
+            carry = carry.with_selection(self.layer, selection, own_candidates)
         indices = None if spec.selection is None else carry.selection[spec.selection]
         # Keys are also the values, and are rotated by their own positions. `attend` rotates the output back by the
         # query's position, so that the output depends on relative positions only.
@@ -181,6 +183,7 @@ def _compress(compressor, projected_x, handle):
     """Feeds the tokens' projections to a layer's compressors, and returns the updated handle."""
 
     def inputs(name):
+        """Returns (kv, gate) of the compressor `name`; the gate is None if an entry is a single token."""
         return projected_x[f"{name}_kv_proj"].astype(jnp.float32), projected_x.get(f"{name}_gate_proj")
 
     if compressor.key_proj is not None:

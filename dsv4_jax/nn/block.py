@@ -94,9 +94,9 @@ class DecoderLayer(nnx.Module):
         x, residual = self.attn_hc.pre(residual, self.input_layernorm)
         if tap_row is not None:
             carry = carry.with_tap(tap_row, residual.streams)  # `pre` merged the previous layer's output
-        place = self.layer if number is None else number
-        forced_experts, forced_selection = batch.layer_decisions(self.self_attn.config, place)
-        handle = cache.handle(place, batch, like=self.layer)
+        index = self.layer if number is None else number
+        forced_experts, forced_selection = batch.layer_decisions(self.self_attn.config, index)
+        handle = cache.handle(index, batch, like=self.layer)
         y, carry, cache = self.self_attn(x, handle, carry, forced_selection)
         values = {"streams": residual.streams, "attention_in": x, "attention_out": y}
         x, residual = self.ffn_hc.pre(residual.post(y), self.post_attention_layernorm)

@@ -1,4 +1,4 @@
-"""DSpark, the draft layers of V4-Flash-0731 and V4-Pro-0813, which draft a block of tokens in one pass."""
+"""DSpark, the draft layers of V4-Flash-0731, V4-Pro-0813 and V4.1-Flash, which draft a block of tokens in one pass."""
 
 import dataclasses
 from typing import Any
@@ -93,7 +93,7 @@ class DSparkDrafts(DraftLayers):
 
         Args:
           model, cache, batch: as in `decode.drafts.Drafts.write`; the model is not used.
-          streams: [T, target layers, hidden] mean streams of the target layers at the batch's tokens.
+          streams: [T, target layers, hidden] means over the streams of the target layers, at the batch's tokens.
         """
         x = self.main_norm(self.main_proj(streams.reshape(streams.shape[0], -1)))
         rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.layers.slices()}
@@ -119,17 +119,17 @@ class DSparkDrafts(DraftLayers):
           The tuple of `decode.drafts.Drafts.draft`, with confidence logits.
         """
         assert isinstance(self.config.drafts, DSparkConfig)
-        size = self.config.drafts.block_size
-        noise = self.config.drafts.noise_token_id
-        offsets = jnp.arange(size, dtype=jnp.int32)[None, :]
-        exists = batch.positions[:, None] >= 0
-        ids = jnp.where(offsets == 0, batch.token_ids[:, None], noise)
+        block_size = self.config.drafts.block_size
+        noise_id = self.config.drafts.noise_token_id
+        offsets = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+        is_real = batch.positions[:, None] >= 0
+        ids = jnp.where(offsets == 0, batch.token_ids[:, None], noise_id)
         block = dataclasses.replace(
             batch,
-            token_ids=jnp.where(exists, ids, 0).reshape(-1),
-            positions=jnp.where(exists, batch.positions[:, None] + offsets, -1).reshape(-1),
-            slots=jnp.repeat(batch.slots, size),
-            draft_block=size,
+            token_ids=jnp.where(is_real, ids, 0).reshape(-1),
+            positions=jnp.where(is_real, batch.positions[:, None] + offsets, -1).reshape(-1),
+            slots=jnp.repeat(batch.slots, block_size),
+            draft_block=block_size,
         )
         # Without the barrier, XLA would dequantize weights before a loop that calls this method, and hold the values.
         drafts = jax.lax.optimization_barrier(self)
@@ -141,12 +141,14 @@ class DSparkDrafts(DraftLayers):
         logits = model.logits(drafts.norm(hidden))
 
         def by_draft(x):
-            return x.reshape(len(batch.positions), size, -1)[:, :count].swapaxes(0, 1)
+            """Returns the first `count` rows of each block, [count, n, ...], from [n * block_size, ...]."""
+            return x.reshape(len(batch.positions), block_size, -1)[:, :count].swapaxes(0, 1)
 
         def draft_one(previous: Any, rows: Any) -> tuple[Any, Any]:
-            hidden, logits, number = rows
+            """Corrects the logits of one draft by the token before it, and draws the draft."""
+            hidden, logits, index = rows
             logits, confidence = self.correct(hidden, logits, previous)
-            tokens = draw(logits, batch.positions + 1 + number)
+            tokens = draw(logits, batch.positions + 1 + index)
             return tokens, (tokens, logits, confidence)
 
         rows = by_draft(hidden), by_draft(logits), jnp.arange(count, dtype=jnp.int32)

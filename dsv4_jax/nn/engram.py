@@ -16,7 +16,7 @@ from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
 from dsv4_jax.quant import QuantizedWeight, round_to
 
 
-_MIN_DOT = 1e-6  # lower bound of the value whose square root the gate takes
+_MIN_DOT = 1e-6  # the gate takes the square root of a dot product's magnitude, or of this number if it is larger
 
 
 class TokenMap(nnx.Variable):
@@ -139,6 +139,7 @@ def look_up_on_stream(table: Any, rows: Int[Array, "T n"]) -> Float[Array, "T n 
         return look_up(table, rows)
 
     def without_calls(table, rows):
+        """Does the same as `look_up`, with its jitted functions inlined."""
         with jax.disable_jit():  # XLA does not compile jitted functions within a function that has a stream of its own
             return look_up(table, rows)
 

@@ -44,18 +44,19 @@ class CSAIndexer(nnx.Module):
         """
         config = self.config
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
-        scaled = head_weights.astype(jnp.float32) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
-        scaled = round_to(scaled, head_weights.dtype).astype(jnp.float32)
+        scaled_weights = head_weights.astype(jnp.float32) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
+        scaled_weights = round_to(scaled_weights, head_weights.dtype).astype(jnp.float32)
         makes_candidates = config.layers[self.layer].makes_candidates
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
         def select(handle, q, weights, candidates):
+            """Selects entries for the tokens of a handle's batch, all or a tile of them."""
             with jax.named_scope("indexer"):
                 scores = handle.indexer_scores(q, weights, inv_freq, candidates)
             with jax.named_scope("topk"):
-                made = handle.candidate_blocks(scores) if makes_candidates else None
-                return handle.indexer_topk(scores, candidates), made
+                own_candidates = handle.candidate_blocks(scores) if makes_candidates else None
+                return handle.indexer_topk(scores, candidates), own_candidates
 
         if isinstance(handle, LayerCacheHandle):
-            return handle.by_tiles(select, q, scaled, candidates=candidates)
-        return select(handle, q, scaled, candidates)
+            return handle.by_tiles(select, q, scaled_weights, candidates=candidates)
+        return select(handle, q, scaled_weights, candidates)

@@ -72,16 +72,16 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
     # {index of a layer: (sum of periods, number of runs, runs) of the best division of this and all later layers}.
     best: dict[int, tuple[int, int, tuple[LayerRun, ...]]] = {stop: (0, 0, ())}
     for first in reversed(range(start, stop)):
-        choices = []
+        choices = []  # the runs that can begin here
         for period in range(1, (stop - first) // 2 + 1):
-            end = first + period
+            end = first + period  # layers from `first + period` to `end - 1` repeat those one period earlier
             while end < stop and equal(first, period, end):
                 end += 1
             choices += [LayerRun(first, period, repeats) for repeats in range(2, (end - first) // period + 1)]
         choices.append(LayerRun(first, 1, 1))
         results = []
         for run in choices:
-            periods, count, rest = best[run.stop]
-            results.append((run.period + periods, 1 + count, (run, *rest)))
+            later_periods, num_runs, later_runs = best[run.stop]
+            results.append((run.period + later_periods, 1 + num_runs, (run, *later_runs)))
         best[first] = min(results, key=lambda result: result[:2])
     return best[start][2]

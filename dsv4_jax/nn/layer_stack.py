@@ -71,6 +71,7 @@ class LayerLoop(nnx.Module):
         graphs, stacks = zip(*map(nnx.split, self.layers), strict=True)
         # Without the barrier, XLA would dequantize the weights of all layers at once, or before a loop that calls this.
         stacks, x = jax.lax.optimization_barrier((stacks, x))
+        # For each layer of a period, the names of the values that it records.
         names = [
             {*record, *(name for name, layers in exports.items() if {*layers} & {*run.layers(position)})}
             for position in range(run.period)
@@ -78,6 +79,7 @@ class LayerLoop(nnx.Module):
         tap_rows = [_tap_rows(tap_layers, run.layers(position)) for position in range(run.period)]
 
         def run_period(state: Any, scanned: Any) -> tuple[Any, Any]:
+            """Runs the layers of one period. Returns (the state, [recorded values and other state of each layer])."""
             x, cache, taps = state
             repeat, values, tap_rows = scanned
             inner = dataclasses.replace(carry, taps=taps)

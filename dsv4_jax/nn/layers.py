@@ -117,11 +117,12 @@ def multiply(
     x = norm(x) if norm else x
 
     def on_cpu(x, weights):
+        """Computes the outputs of dtype float32 from inputs and weights in float32, and the others as they are."""
         wide_spec = dataclasses.replace(spec, output_dtype=jnp.float32)
-        exact = linear(x.astype(jnp.float32), weights, wide_spec, implementation="xla")
+        wide_outputs = linear(x.astype(jnp.float32), weights, wide_spec, implementation="xla")
         if all(dtype == jnp.float32 for dtype in dtypes):
-            return exact
-        products = zip(dtypes, linear(x, weights, spec), exact, strict=True)
+            return wide_outputs
+        products = zip(dtypes, linear(x, weights, spec), wide_outputs, strict=True)
         return tuple(wide if dtype == jnp.float32 else rounded for dtype, rounded, wide in products)
 
     return jax.lax.platform_dependent(x, weights, cpu=on_cpu, default=lambda x, weights: linear(x, weights, spec))

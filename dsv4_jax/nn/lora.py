@@ -24,8 +24,8 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# `_MODULES` names the attributes of a `DecoderLayer` that hold the linear maps which can have adapters. Compressors and
-# routed experts have other maps.
+# {submodule of a `DecoderLayer`: its attributes with linear maps that can have adapters}. Routed experts, routers and
+# `Compressor.key_proj` cannot have adapters.
 _MODULES = {
     "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
     "mlp.shared_experts": ("gate_up_proj", "down_proj"),
@@ -56,7 +56,7 @@ class Adapters(nnx.Module):
         """Makes the matrices in `dtype`. `axes` are the logical axes of the map's weight, see `parallel.axis_rules`."""
         self.scales = tuple(scales)
         out_axis, in_axis = (*axes, None, None)[:2]
-        number = len(scales)
+        num_adapters = len(scales)
 
         def draw(key, shape):
             return jax.random.normal(key, shape, dtype) / math.sqrt(inputs)
@@ -64,8 +64,8 @@ class Adapters(nnx.Module):
         def zeros(_, shape):
             return jnp.zeros(shape, dtype)
 
-        self.down = parameter(nnx.LoRAParam, rngs, (number, rank, inputs), dtype, draw, (None, None, in_axis))
-        self.up = parameter(nnx.LoRAParam, rngs, (outputs, number, rank), dtype, zeros, (out_axis, None, None))
+        self.down = parameter(nnx.LoRAParam, rngs, (num_adapters, rank, inputs), dtype, draw, (None, None, in_axis))
+        self.up = parameter(nnx.LoRAParam, rngs, (outputs, num_adapters, rank), dtype, zeros, (out_axis, None, None))
 
     def product(self, number: int) -> Float[Array, "... m n"]:
         """Returns the product `scale * up @ down` of adapter `number` in float32, which merging adds to the weight."""
@@ -197,7 +197,7 @@ def merge_adapter(model: Any, name: str) -> Any:
     """
     if name not in model.adapter_names:
         raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
-    number = model.adapter_names.index(name)
+    adapter_index = model.adapter_names.index(name)
     merged = nnx.clone(model)
     for _, _, module in linear_modules(merged):
         if module.adapters is None:
@@ -205,9 +205,9 @@ def merge_adapter(model: Any, name: str) -> Any:
         if isinstance(module, FusedLinear):
             for map_name, adapters in module.adapters.items():
                 key, rows = module.rows_of(map_name)
-                _add_to(module.weights[key], rows, adapters.product(number))
+                _add_to(module.weights[key], rows, adapters.product(adapter_index))
         else:
-            _add_to(module.weight, (), module.adapters.product(number))
+            _add_to(module.weight, (), module.adapters.product(adapter_index))
         del module.adapters
     merged.adapter_names = ()
     return merged

@@ -79,7 +79,7 @@ class DeepseekV4Model(nnx.Module):
             batch.decisions.check(self.config, len(batch.positions))
         if batch.adapters is not None and not adapter_variables(self):
             raise ValueError("the batch has adapters, but the model has none: add them with add_adapters")
-        targets = self.config.tap_layers
+        tap_layers = self.config.tap_layers
         cache = cache.begin_step(batch)
         x = self.embed(batch)
         engram_rows = {}
@@ -89,28 +89,28 @@ class DeepseekV4Model(nnx.Module):
                     f"a model with Engram needs a KVCache, which keeps earlier tokens' ids; got {type(cache)}"
                 )
             ngrams, cache = advance_ngrams(cache, batch, self.token_map.get_value())
-            stacked = [layer for loop in self.layers.loops for layer in loop.layers]
-            modules = {layer.layer: layer.engram for layer in stacked if layer.engram is not None}
-            x, engram_rows = look_up_ahead(modules, ngrams, x)
+            layer_modules = [layer for loop in self.layers.loops for layer in loop.layers]
+            engrams = {layer.layer: layer.engram for layer in layer_modules if layer.engram is not None}
+            x, engram_rows = look_up_ahead(engrams, ngrams, x)
         residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
-        taps = jnp.zeros((len(targets), *residual.streams[:, 0].shape), x.dtype) if targets else None
+        taps = jnp.zeros((len(tap_layers), *residual.streams[:, 0].shape), x.dtype) if tap_layers else None
         carry = StepCarry(engram_rows=engram_rows, taps=taps)
         with token_adapters(batch.token_adapters()):
             residual, carry, cache, recorded = self.layers(
-                residual, cache, batch, carry, tap_layers=targets, record=record
+                residual, cache, batch, carry, tap_layers=tap_layers, record=record
             )
-        with jax.named_scope("lm_head"):  # the end of the streams belongs to no layer
+        with jax.named_scope("lm_head"):  # no layer's scope includes the collapse of the final streams
             if self.hc_head is None:
                 collapsed, streams = residual.collapsed()
                 hidden = self.norm(collapsed)
             else:
                 hidden, streams = self.hc_head.pre(residual, self.norm)
 
-        if targets:
+        if tap_layers:
             # A tap of a layer is stored by the next layer, which merges the layer's output into the streams. So the
             # last layer's tap is stored here.
-            if targets[-1] == len(self.layers) - 1:
-                carry = carry.with_tap(len(targets) - 1, streams)
+            if tap_layers[-1] == len(self.layers) - 1:
+                carry = carry.with_tap(len(tap_layers) - 1, streams)
             assert carry.taps is not None
             streams = carry.taps.swapaxes(0, 1)  # [n, S, hidden] -> [S, n, hidden]
         return residual.gather(hidden), residual.gather(streams), recorded, cache
@@ -215,15 +215,15 @@ class DeepseekV4ForCausalLM(nnx.Module):
         """
         if unknown := sorted({*names} - {*RECORDED}):
             raise ValueError(f"names={unknown} are not recorded; known: {', '.join(RECORDED)}")
-        count = self.config.num_hidden_layers
-        if unknown := sorted({*(layers or ())} - {*range(count)}):
-            raise ValueError(f"layers={unknown} must be from 0 to {count - 1}")
+        num_layers = self.config.num_hidden_layers
+        if unknown := sorted({*(layers or ())} - {*range(num_layers)}):
+            raise ValueError(f"layers={unknown} must be from 0 to {num_layers - 1}")
         hidden, _, recorded, cache = self.model(cache, batch, record=names)
         chosen: dict[str, dict[int, Shaped[Array, ...]]] = {name: {} for name in names}
-        for numbers, values in recorded:
+        for layer_indices, values in recorded:
             for name in chosen.keys() & values.keys():
                 chosen[name] |= {
-                    layer: values[name][i] for i, layer in enumerate(numbers) if layers is None or layer in layers
+                    layer: values[name][i] for i, layer in enumerate(layer_indices) if layers is None or layer in layers
                 }
         return hidden, chosen, cache
 
@@ -232,8 +232,8 @@ class DeepseekV4ForCausalLM(nnx.Module):
 
         Returns:
           (hidden states [T, hidden]; inputs of the draft layers [T, n, hidden]; the updated cache). If `config.drafts`
-          has target layers, the inputs are the means over the residual streams that leave each of the n target layers.
-          Otherwise they are the n = hc_mult residual streams before the model's head.
+          has target layers, the inputs are the means over the residual streams that leave each of the n layers in
+          `config.tap_layers`. Otherwise they are the n = hc_mult residual streams before the model's head.
         """
         hidden, streams, _, cache = self.model(cache, batch)
         return hidden, streams, cache

@@ -40,6 +40,7 @@ class Router(nnx.Module):
         self.weight = normal(rngs, (experts, config.hidden_size))
 
         def draw(key, shape):
+            """Draws k different experts for each token id: consecutive ids from a random one on."""
             first_expert = jax.random.randint(key, (*shape[:-1], 1), 0, experts, jnp.int32)
             return (first_expert + jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)) % experts
 
@@ -83,14 +84,14 @@ class Router(nnx.Module):
             if not self.knows_images:
                 raise ValueError("the batch has is_image, but the model's configuration has no image_token_id")
             images = self.image_correction_bias.get_value(), is_image
-        sizes = {"top_k": self.top_k, "scaling_factor": self.config.routed_scaling_factor}
-        routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **sizes)
+        options = {"top_k": self.top_k, "scaling_factor": self.config.routed_scaling_factor}
+        routing = ops.router(x, weight, bias, table, token_ids if self.hashed else None, slots, images, **options)
         if forced_experts is None:
             return routing
         # A second call computes the weights of the forced experts. Row t of its table has the experts of token t, so
         # its token ids are 0 .. T - 1. Unless a kernel computes the scores, XLA computes them once for both calls.
         table = jnp.maximum(jnp.where(forced_experts >= 0, forced_experts, routing.experts), 0)
-        return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **sizes)
+        return ops.router(x, weight, None, table, jnp.arange(len(table), dtype=jnp.int32), slots, **options)
 
 
 class MLP(nnx.Module):
@@ -130,7 +131,7 @@ class MLP(nnx.Module):
 
 
 def _is_plain(module, kind):
-    """Returns whether a module is of this class, not of a subclass, and has no adapters."""
+    """Returns whether a module is of the class `kind`, not of a subclass, and has no adapters."""
     return type(module) is kind and module.adapters is None
 
 

@@ -111,6 +111,7 @@ class MTPDrafts(DraftLayers):
         """
 
         def draft_one(carry: Any, _: None) -> tuple[Any, Any]:
+            """Makes one draft, and moves the batch to the position after it."""
             streams, batch, cache = carry
             hidden, streams, cache = self(model, streams, cache, batch)
             logits = model.logits(hidden)
@@ -120,6 +121,6 @@ class MTPDrafts(DraftLayers):
 
         # At position p the layer reads the streams of p and the token at p + 1. `batch` lists this token at position
         # p + 1, so the positions are lowered by one.
-        before = dataclasses.replace(batch, positions=jnp.maximum(batch.positions - 1, -1))
-        (*_, cache), (tokens, logits) = jax.lax.scan(draft_one, (streams, before, cache), length=count)
+        shifted = dataclasses.replace(batch, positions=jnp.maximum(batch.positions - 1, -1))
+        (*_, cache), (tokens, logits) = jax.lax.scan(draft_one, (streams, shifted, cache), length=count)
         return tokens.T, logits.swapaxes(0, 1), None, cache

@@ -83,7 +83,7 @@ class ParameterView:
 
 
 def _of_scales(place, rows):
-    """Converts an item of an index into codes to one into scales. Only a slice changes: a scale is for `rows` rows."""
+    """Converts an item of an index of codes to that of their scales, each of which is for a block of `rows` rows."""
     return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
 
 
@@ -162,6 +162,7 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
       index: index of the part, as in `ParameterView`.
     """
     array = get_leaf(variable, field)
+    # `new` lacks the axes on which `index` is a number, such as the axis of layers.
     axes = tuple(axis for axis, place in enumerate(index) if not isinstance(place, slice))
     new = jnp.expand_dims(new, axes)
     if isinstance(array, jax.ShapeDtypeStruct):

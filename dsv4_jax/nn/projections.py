@@ -71,8 +71,8 @@ class FusedLinear(nnx.Module):
         matrices = []
         for names in self.groups:
             matrix = merged_rows(self.weights["+".join(names)].get_value())
-            full = sum(self.projections[name].size for name in names)
-            devices = full // matrix.shape[0]
+            total_size = sum(self.projections[name].size for name in names)
+            devices = total_size // matrix.shape[0]
             sizes |= {name: self.projections[name].size // devices for name in names}
             matrices.append(matrix)
         dtypes = tuple(self.projections[name].out_dtype or x.dtype for name in sizes)

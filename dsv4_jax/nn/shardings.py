@@ -29,12 +29,13 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh | AbstractMesh, *, expert_par
     graph, state = nnx.split(module)
 
     def place(path, parameter):
+        """Puts the sharding of a parameter in the place of its arrays."""
         name = ".".join(map(str, path))
         value = parameter.get_value()
-        where = parameter_sharding(parameter, mesh, expert_parallel)
+        sharding = parameter_sharding(parameter, mesh, expert_parallel)
         if isinstance(value, QuantizedWeight):
-            check_blocks(name, value.shape, value.kind, where)
-        return parameter.replace(jax.tree.map(lambda _: where, value))
+            check_blocks(name, value.shape, value.kind, sharding)
+        return parameter.replace(jax.tree.map(lambda _: sharding, value))
 
     return nnx.merge(graph, nnx.map_state(place, state))
 

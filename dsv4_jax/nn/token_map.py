@@ -43,16 +43,16 @@ def compressed_token_ids(tokenizer: Tokenizer, config: DSV4Config) -> np.ndarray
             normalizers.Replace(_BLANK, " "),
         ]
     )
-    numbers: dict[str | None, int] = {}
+    compressed_ids: dict[str | None, int] = {}
     ids = np.zeros(config.vocab_size, np.int32)
     for token in range(size):
         text = tokenizer.decode([token], skip_special_tokens=False)
         is_broken = _UNDECODABLE in text
-        key = tokenizer.id_to_token(token) if is_broken else normalizer.normalize_str(text) or text
-        ids[token] = numbers.setdefault(key, len(numbers))
-    if len(numbers) != config.engram.compressed_vocab_size:
+        identity = tokenizer.id_to_token(token) if is_broken else normalizer.normalize_str(text) or text
+        ids[token] = compressed_ids.setdefault(identity, len(compressed_ids))
+    if len(compressed_ids) != config.engram.compressed_vocab_size:
         raise ValueError(
-            f"the tokenizer gives {len(numbers)} compressed ids, but the model's hashes are for "
+            f"the tokenizer gives {len(compressed_ids)} compressed ids, but the model's hashes are for "
             f"engram_compressed_vocab_size={config.engram.compressed_vocab_size}: it is not the model's tokenizer"
         )
     return ids

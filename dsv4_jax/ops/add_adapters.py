@@ -26,7 +26,7 @@ def add_adapters(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T _"], ...]:
-    """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of several linear maps of x. A token has adapter i.
+    """Adds `scales[i] * up[:, i] @ down[i] @ x` to the outputs of linear maps of x, where i is the token's adapter.
 
     Gradients always come from "xla", whichever implementation computes the values.
 
@@ -47,22 +47,23 @@ def add_adapters(
     Raises:
       ValueError: `scales` has another number of factors than there are adapters.
     """
-    number = downs[0].shape[0]
-    check(len(scales) == number, f"{scales=} must have a factor for each of the {number} adapters")
+    num_adapters = downs[0].shape[0]
+    check(len(scales) == num_adapters, f"{scales=} must have a factor for each of the {num_adapters} adapters")
     args = tuple(outputs), x, tuple(downs), tuple(ups), numbers
     return dispatch("add_adapters", implementation, *args, xla=_add_xla, kernel=_add_kernel, scales=scales)
 
 
 def _add_xla(outputs, x, downs, ups, numbers, *, scales):
+    """Computes `add_adapters` with XLA."""
     is_chosen = numbers[:, None] == jnp.arange(len(scales))[None]
     factors = jnp.asarray(scales, jnp.float32)[None, None, :, None]
     added = []
     for y, down, up in zip(outputs, downs, ups, strict=True):
         tokens, channels = y.shape
-        number, rank, depth = down.shape
+        num_adapters, rank, depth = down.shape
         # x is multiplied by the matrices of all adapters, and only the products of the token's adapter are kept. The
         # cost of this does not depend on how the tokens are distributed over the adapters.
-        inner = _multiply(x.reshape(-1, depth), down.reshape(-1, depth)).reshape(tokens, -1, number, rank)
+        inner = _multiply(x.reshape(-1, depth), down.reshape(-1, depth)).reshape(tokens, -1, num_adapters, rank)
         groups = inner.shape[1]
         # Values of other adapters are replaced by 0, not multiplied by 0, because they may be infinite.
         inner = jnp.where(is_chosen[:, None, :, None], inner * factors, 0.0)
@@ -78,27 +79,28 @@ def _multiply(x, matrix):
 
 
 def _add_kernel(outputs, x, downs, ups, numbers, *, scales, interpret):
+    """Computes `add_adapters` with kernels. For many rows of x, XLA multiplies by `downs`."""
     tokens = len(numbers)
     if tokens % kernels.ADAPTED_TOKENS or not 0 < tokens <= kernels.MAX_ADAPTED_TOKENS:
         raise PreferXla(f"the kernel is for few tokens, in multiples of {kernels.ADAPTED_TOKENS}, got {tokens}")
     if any(array.dtype != jnp.bfloat16 for array in (*outputs, x, *downs, *ups)):
         raise PreferXla("the kernel is for inputs, outputs and matrices in bfloat16")
-    number, rank, depth = downs[0].shape
-    if number * rank not in kernels.ADAPTED_RANKS:
-        raise PreferXla(f"the kernel is for adapters times rank in {kernels.ADAPTED_RANKS}, got {number * rank}")
+    num_adapters, rank, depth = downs[0].shape
+    if num_adapters * rank not in kernels.ADAPTED_RANKS:
+        raise PreferXla(f"the kernel is for adapters times rank in {kernels.ADAPTED_RANKS}, got {num_adapters * rank}")
     rows = x.reshape(-1, depth)
     if len(rows) <= kernels.MAX_BFLOAT16_TOKENS:
         stacks, layer = layer_stacks(downs)
-        matrices = [down.reshape(*down.shape[:-3], number * rank, depth) for down in stacks]
-        spec = kernels.LinearSpec((number * rank,) * len(matrices))
-        inners = kernels.bfloat16_linear(rows, *matrices, layer=layer, spec=spec, interpret=interpret)
+        matrices = [down.reshape(*down.shape[:-3], num_adapters * rank, depth) for down in stacks]
+        spec = kernels.LinearSpec((num_adapters * rank,) * len(matrices))
+        down_products = kernels.bfloat16_linear(rows, *matrices, layer=layer, spec=spec, interpret=interpret)
     else:
-        inners = [_multiply(rows, down.reshape(-1, depth)) for down in layer_value(downs)]
+        down_products = [_multiply(rows, down.reshape(-1, depth)) for down in layer_value(downs)]
     ups, layer = layer_stacks(ups)
     return kernels.add_adapters(
         outputs,
-        [inner.reshape(tokens, -1) for inner in inners],
-        [up.reshape(*up.shape[:-2], number * rank) for up in ups],
+        [product.reshape(tokens, -1) for product in down_products],
+        [up.reshape(*up.shape[:-2], num_adapters * rank) for up in ups],
         numbers,
         jnp.asarray(np.repeat(np.float32(scales), rank)),
         layer=layer,

@@ -18,7 +18,7 @@ from dsv4_jax.quant import round_to
 from pallas_kernels.all_reduce import MAX_VALUES, all_reduce as all_reduce_kernel
 
 
-# Programs that are traced in this context use this table of mailbox addresses, see `with_mailboxes`.
+# The table of mailbox addresses for sums that are traced within `with_mailboxes` or `use_mailboxes`; None elsewhere.
 _mailboxes: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("mailboxes", default=None)
 
 
@@ -137,6 +137,7 @@ def _is_sharded():
 
 
 def _table(row):
+    """Returns this device's index, its mailbox's address and all mailboxes' addresses, each as two uint32 halves."""
     return jnp.concatenate([row, jax.lax.all_gather(row[1], MODEL_AXIS)]).reshape(-1)
 
 

@@ -29,15 +29,15 @@ def candidate_blocks(
       [T, count] int32 indices of blocks in ascending order, then -1 if fewer blocks have visible entries.
     """
     tokens, entries = scores.shape
-    blocks = (lengths + block_size - 1) // block_size
+    num_blocks = (lengths + block_size - 1) // block_size
     entry = jnp.arange(entries, dtype=jnp.int32)[None, :]
     # The newest block's score becomes inf, but only on devices that hold entries of it. XLA fuses all these operations
     # into the loop of the maximum, so that scores are read once.
-    is_newest = (entry >= (blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)
+    is_newest = (entry >= (num_blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)
     scores = jnp.where(is_newest, jnp.inf, scores)
     scores = jnp.where(entry < lengths[:, None], scores, -jnp.inf)
     padded = jnp.pad(scores, ((0, 0), (0, -entries % block_size)), constant_values=-jnp.inf)
-    return topk(jnp.max(padded.reshape(tokens, -1, block_size), axis=2), blocks, count)
+    return topk(jnp.max(padded.reshape(tokens, -1, block_size), axis=2), num_blocks, count)
 
 
 def within_candidates(

@@ -30,16 +30,16 @@ def topk_of_shards(scores: Float[Array, "T E"], lengths: Int[Array, "T"], k: int
     Returns:
       [T, k] int32 indices in ascending order, then -1; the same on all devices.
     """
-    local = indexer_topk(scores, lengths, k)
-    local_scores = jnp.take_along_axis(scores, jnp.maximum(local, 0), axis=1)
+    own_best = indexer_topk(scores, lengths, k)
+    own_scores = jnp.take_along_axis(scores, jnp.maximum(own_best, 0), axis=1)
     # The gathered entries are sorted by their index, because `indexer_topk` prefers the first of equal scores. Missing
     # entries come last.
     missing = jnp.iinfo(jnp.int32).max
-    pairs = jnp.where(local >= 0, local, missing), jnp.where(local >= 0, local_scores, -jnp.inf)
+    pairs = jnp.where(own_best >= 0, own_best, missing), jnp.where(own_best >= 0, own_scores, -jnp.inf)
     entries, entry_scores = (jax.lax.all_gather(x, MODEL_AXIS, axis=1, tiled=True) for x in pairs)
     entries, entry_scores = jax.lax.sort((entries, entry_scores), dimension=1, num_keys=1)
-    best = indexer_topk(entry_scores, jnp.full_like(lengths, entry_scores.shape[1]), k)
-    return jnp.where(best >= 0, jnp.take_along_axis(entries, jnp.maximum(best, 0), axis=1), -1)
+    places = indexer_topk(entry_scores, jnp.full_like(lengths, entry_scores.shape[1]), k)
+    return jnp.where(places >= 0, jnp.take_along_axis(entries, jnp.maximum(places, 0), axis=1), -1)
 
 
 def attend_to_shards(
@@ -73,7 +73,7 @@ def attend_to_shards(
 
     sums, largest, totals = map(to_owners, partial_results)
     sink = sinks[None, :]
-    overall = jnp.maximum(jnp.max(largest, axis=0), sink)
-    factor = jnp.exp(largest - overall[None])
-    total = jnp.sum(totals * factor, axis=0) + jnp.exp(sink - overall)
+    largest_of_all = jnp.maximum(jnp.max(largest, axis=0), sink)
+    factor = jnp.exp(largest - largest_of_all[None])
+    total = jnp.sum(totals * factor, axis=0) + jnp.exp(sink - largest_of_all)
     return round_to(jnp.sum(sums * factor[..., None], axis=0) / total[..., None], q.dtype)

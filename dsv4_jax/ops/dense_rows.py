@@ -41,6 +41,7 @@ def max_runs(window: SWAView, tokens: int) -> int:
 
 
 def _find_runs(window, slots, positions):
+    """Returns the `_Runs` of a call, with the cached rows that lie before each run."""
     tokens = slots.shape[0]
     real = (slots >= 0) & (positions >= 0)
     begin, end = run_bounds(slots)
@@ -91,8 +92,8 @@ def dense_rows(
         first_entry = runs.index * compressed.max_entries
         counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
         if kv.indices is not None:  # counts the indices up to the last one that is not -1
-            number = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
-            counts = jnp.max(jnp.where(kv.indices >= 0, number[None, :], 0), axis=1, initial=0)
+            ordinals = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
+            counts = jnp.max(jnp.where(kv.indices >= 0, ordinals[None, :], 0), axis=1, initial=0)
     metadata = jnp.stack([positions, runs.begin, past_end, first_entry], axis=1)
     return DenseRows(rows, entries, kv.indices, metadata, jnp.where(runs.real, counts, -1), window.window)
 
@@ -118,17 +119,17 @@ def ring_of_call(
     # The ring holds, run after run, the run's `num_past` cached rows and then the rows of its tokens.
     own_rows = jnp.arange(tokens, dtype=jnp.int32) + num_past * (runs.index + 1)
     count = tokens + runs.past.size  # number of rows of the ring; `lay_out` drops writes to the index `count`
-    new_row = jnp.where(runs.real, own_rows, count)
+    new_places = jnp.where(runs.real, own_rows, count)
 
     # [R] row of each run's first token; -1 = no run
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
-    past_row = first_row[:, None] - jnp.arange(num_past, 0, -1, dtype=jnp.int32)[None, :]
-    past_row = jnp.where(runs.past >= 0, past_row, count)
+    past_places = first_row[:, None] - jnp.arange(num_past, 0, -1, dtype=jnp.int32)[None, :]
+    past_places = jnp.where(runs.past >= 0, past_places, count)
 
     def lay_out(past, new):
         """Returns [1, 1, count, ..]: `past` [R, num_past, ..] and `new` [T, ..] in the order of the ring."""
         rows = jnp.zeros((count, past.shape[-1]), past.dtype)
-        rows = rows.at[past_row].set(past, mode="drop").at[new_row].set(new, mode="drop")
+        rows = rows.at[past_places].set(past, mode="drop").at[new_places].set(new, mode="drop")
         return rows[None, None]
 
     rows = jax.tree.map(lay_out, runs.past_rows, window.codec.encode(new_kv))

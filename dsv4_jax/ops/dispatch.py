@@ -132,6 +132,7 @@ def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], 
             arrays = {name: options.pop(name) for name in list(options) if _holds_arrays(options[name])}
 
             def call_by_name(function, *values, **options):
+                """Calls a function with the arrays by name."""
                 return function(**dict(zip(arrays, values, strict=True)), **options)
 
             xla = functools.partial(call_by_name, reference, implementation="xla")
@@ -155,19 +156,21 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
         return kernel(*args)
 
     def backward(args, cotangents):
-        values, pull = jax.vjp(reference, *layer_value(args))
+        """Returns the reference's gradients with respect to `args`."""
+        values, gradient_function = jax.vjp(reference, *layer_value(args))
+        # A result in whose place the reference returns None has no cotangent.
         cotangents = jax.tree.map(
             lambda value, cotangent: None if value is None else cotangent,
             values,
             cotangents,
             is_leaf=lambda value: value is None,
         )
-        pulled = pull(cotangents)
+        gradients = gradient_function(cotangents)
         # The cotangent of a LayerSlice belongs to its `value`. Its `stack` and `layer` have no cotangents.
         return jax.tree.map(
             lambda arg, cotangent: LayerSlice(cotangent, None, None) if isinstance(arg, LayerSlice) else cotangent,
             args,
-            pulled,
+            gradients,
             is_leaf=lambda arg: isinstance(arg, LayerSlice),
         )
 
@@ -181,8 +184,8 @@ def why_not_local(args: Any) -> str | None:
     Local shards are the arrays of a function under `jax.shard_map`. In any other program over several devices, each
     device would gather all arrays and compute everything, because XLA cannot partition a kernel.
 
-    While a function is traced, the mesh of an array is known from the arguments of `jit` that it is computed from. The
-    option `in_shardings` of `jit` is not seen, so put the arguments on the mesh before the call.
+    While a function is traced, an array's mesh is that of the arguments of `jit` from which the array is computed. The
+    option `in_shardings` of `jit` does not count, so put the arguments on the mesh before the call.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.axis_types and all(kind == AxisType.Manual for kind in context.axis_types):

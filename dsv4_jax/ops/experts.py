@@ -76,6 +76,7 @@ def experts(
 
 
 def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, total_experts, interpret):
+    """Computes `experts` with the kernel for up to `MAX_PAIRS` pairs of a token and an expert, or that for more."""
     num_experts = gate_up.shape[0]
     (gate_up, down, shared), layer = layer_stacks((gate_up, down, shared))
     matrices = _for_kernel(gate_up), _for_kernel(down)
@@ -126,6 +127,7 @@ def _shared_expert(limit, x, gate_up, down, *, implementation):
 
 
 def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limit, total_experts):
+    """Computes `experts` with XLA."""
     tokens, k = selected.shape
     num_experts = gate_up.shape[0]
     has_expert = (selected >= 0) & (selected < num_experts)
@@ -136,6 +138,7 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
         order = jnp.arange(expert_of_pair.size, dtype=jnp.int32)
 
         def multiply(x, weight):
+            """Multiplies row i of x by the matrix of the i-th pair's expert."""
             return _paired_linear(x, weight[jnp.minimum(expert_of_pair, num_experts - 1)])
 
     else:
@@ -144,8 +147,10 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
         sizes = jnp.bincount(expert_of_pair, length=num_experts)
 
         def multiply(x, weight):
+            """Multiplies the rows of each expert by its matrix."""
             return _ragged_linear(x, weight[...], sizes)
 
+    # Row i below is of pair `order[i]`, that is of token `order[i] // k`, until the rows return to the pairs' order.
     gate, up = jnp.split(multiply(x[order // k], gate_up), 2, axis=1)
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
     y = multiply(round_to(inner, x.dtype), down)

@@ -36,8 +36,8 @@ class CompressorWeights:
     """The parameters of a compressor, besides its projections.
 
     Attributes:
-      position_bias: [rate, width] float32, added to the gate by position in the window (`ape` in the release), or None;
-        an array or a `LayerSlice`.
+      position_bias: [rate, width] float32, an array or a `LayerSlice`. Row i is added to the gate of the i-th token of
+        a window (`ape` in the release). None = no bias.
       norm_weight: [D] float32 weight of the RMS norm; an array or a `LayerSlice`.
       inv_freq: [rope dims / 2] float32, radians per token.
       eps: epsilon of the RMS norm.
@@ -83,6 +83,7 @@ class CompressorInputs(NamedTuple):
 
 
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
+    """Computes `flush` with a kernel, for all compressors together."""
     _check_bfloat16(dtype)
     stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
     operands = []
@@ -120,6 +121,7 @@ def _windows(state, kv, gate, position_bias, norm_weight, eps):
 
 
 def _with_entries(operands, pool, inv_freq):
+    """Returns the operands with those that the kernel needs to store entries in `pool`."""
     return dataclasses.replace(
         operands,
         inv_freq=inv_freq,
@@ -181,12 +183,13 @@ def flush(
 
 
 def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, max_query_tokens, interpret):
+    """Computes `pool_windows` with a kernel."""
     _check_bfloat16(dtype)
     (position_bias, norm_weight), layer = layer_stacks((weights.position_bias, weights.norm_weight))
     operands = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
     closing = _closing_tokens(state, slots, positions)
     count = closing.shape[0]
-    rows = None
+    rows = None  # index of the window that each token completes; None = window t belongs to token t
     if count < slots.shape[0]:
         rows = jnp.cumsum(_closes_window(state, slots, positions), dtype=jnp.int32) - 1
     options = {"count": count, "max_query_tokens": max_query_tokens, "layer": layer, "interpret": interpret}
@@ -244,6 +247,7 @@ def _with_states(state, kv, gate):
 
 
 def _closes_window(state, slots, positions):
+    """Returns [T] bool, whether each token completes a window."""
     return (slots >= 0) & (positions >= 0) & ((positions + 1) % state.compress_rate == 0)
 
 
@@ -259,6 +263,7 @@ def _closing_tokens(state, slots, positions):
 
 
 def _closed_windows(state, values, closing, slots, positions):
+    """Returns ClosedWindows with these values for the windows that the tokens `closing` complete."""
     entries = jnp.where(closing >= 0, take(positions, closing) // state.compress_rate, -1)
     return ClosedWindows(values, take(slots, closing), entries)
 
@@ -306,27 +311,28 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
     """
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
-    back = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
-    source = position[:, None] - back
-    index = closing[:, None] - back
+    distance = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
+    row_position = position[:, None] - distance
+    index = closing[:, None] - distance
     in_call = (index >= run_start[:, None])[..., None]
-    ring = (jnp.broadcast_to(slot[:, None], source.shape), jnp.maximum(source, 0) % state.ring)
+    ring_index = (jnp.broadcast_to(slot[:, None], row_position.shape), jnp.maximum(row_position, 0) % state.ring)
 
-    def half(new, old):
+    def window_values(new, old):
+        """Returns the values [n, rows, D] to pool, from the call's rows and from a ring."""
         new = take(new, index)
-        old = take(old, state.layer, *ring)
+        old = take(old, state.layer, *ring_index)
         value = jnp.where(in_call, new, old)
         if not state.overlap:
             return value
         width = value.shape[-1] // 2
         return jnp.concatenate([value[:, :rate, :width], value[:, rate:, width:]], axis=1)
 
-    before_start = (source < 0)[..., None]
-    logits = jnp.where(before_start, -jnp.inf, half(gate, state.gate))
+    before_start = (row_position < 0)[..., None]
+    logits = jnp.where(before_start, -jnp.inf, window_values(gate, state.gate))
     # In rows without a window, all logits may be -inf. The softmax then has NaN derivatives, which no later mask
     # removes.
     logits = jnp.where((closing >= 0)[:, None, None], logits, 0.0)
-    values = jnp.where(before_start, 0.0, half(kv, state.kv))
+    values = jnp.where(before_start, 0.0, window_values(kv, state.kv))
     return _softmax_pool(logits, values)
 
 

@@ -163,6 +163,7 @@ def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
 
 
 def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):
+    """Computes `hyper_connections` with a kernel, which also sums y over devices if there are few tokens."""
     if y is not None and (table is None or len(y) != len(streams) or not fuses_all_reduce(len(y))):
         y = sum_rows(y, len(streams))
         table = None

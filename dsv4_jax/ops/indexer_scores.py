@@ -101,6 +101,7 @@ def score_rounded_xla(view, q, weights, slots, positions, entries=None):
     q = q.astype(jnp.float32)
 
     def score(token):
+        """Returns the scores [E] of one token; -inf for entries that it does not see."""
         q, weights, slot, position, entries = token
         if entries is None:
             entries = jnp.arange(view.max_entries, dtype=jnp.int32)

@@ -33,8 +33,9 @@ def indexer_topk(
     inside = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
     scores = jnp.where(inside, scores, -jnp.inf)
     count = min(k, entries)
-    best, indices = jax.lax.top_k(_order(scores), count)
-    indices = jnp.where(best > _order(jnp.float32(-jnp.inf)), indices, entries)
+    best_scores, indices = jax.lax.top_k(_order(scores), count)
+    # `entries` stands for "no entry" until the sort, so that it comes last.
+    indices = jnp.where(best_scores > _order(jnp.float32(-jnp.inf)), indices, entries)
     indices = jnp.sort(indices, axis=1)
     indices = jnp.where(indices < entries, indices, -1)
     return jnp.pad(indices, ((0, 0), (0, k - count)), constant_values=-1)

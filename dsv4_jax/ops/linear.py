@@ -52,6 +52,7 @@ def linear(
     weights = weight if isinstance(weight, tuple) else (weight,)
     _check(x, weights, spec, norm)
     if len(weights) > 1 and not _fit_one_launch(x, weights):
+        # Each matrix gets a call of its own, and the calls' tuples of outputs are joined.
         options = {"norm": norm, "implementation": implementation}
         return sum((linear(x, *weight_and_spec, **options) for weight_and_spec in _split_spec(spec, weights)), ())
     norm_weight, eps = norm or (None, 0.0)
@@ -160,6 +161,7 @@ def _activate(outputs, swiglu_limit):
 
 
 def _multiply(x, weight, spec):
+    """Returns the outputs of one weight, each rounded to its dtype."""
     outputs = spec.outputs(weight.shape[0])
     groups = spec.num_groups
     x, weight = same_dtype(x, weight[...] if isinstance(weight, QuantizedWeight) else weight)
@@ -183,6 +185,7 @@ def _rms_norm(x, weight, eps):
 
 
 def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limit=None):
+    """Computes `linear` or `linear_swiglu` with the kernels for FP8 weights, or with that for one bfloat16 weight."""
     if len(weights) > 1 or isinstance(layer_value(weights[0]), QuantizedWeight):
         options = {"spec": spec, "swiglu_limit": swiglu_limit, "interpret": interpret}
         return _quantized_kernel(x, weights, norm_weight, eps=eps, **options)

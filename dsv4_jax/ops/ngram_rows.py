@@ -38,23 +38,28 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
     """
     tokens, n = ids.shape
     words = _products(ids.astype(jnp.uint32), multipliers)
-    hashes = [words[:, 0]]
+    hashes = [words[:, 0]]  # `hashes[i]` becomes the hash of the n-gram of i + 1 tokens
     for i in range(1, n):
         hashes.append(hashes[-1] ^ words[:, i])
-    words = jnp.stack(hashes[1:], axis=1)[:, :, None, :]
+    hash_words = jnp.stack(hashes[1:], axis=1)[:, :, None, :]  # [T, n - 1, 1, 4]
     moduli = jnp.asarray(primes, jnp.uint32).reshape(1, n - 1, -1)
     rows = jnp.zeros((), jnp.uint32)
     for word in reversed(range(4)):
-        # A remainder is less than 2**24, so that with another byte it still fits into 32 bits.
-        for byte in (words[..., word] >> 8, words[..., word] & 0xFF):
+        # Long division, from the highest byte to the lowest. `rows` is the remainder so far, less than 2**24, so that
+        # with another byte it still fits into 32 bits.
+        for byte in (hash_words[..., word] >> 8, hash_words[..., word] & 0xFF):
             rows = ((rows << 8) + byte) % moduli
     offsets = np.cumsum([0, *primes[:-1]])
     return rows.reshape(tokens, -1).astype(jnp.int32) + jnp.asarray(offsets, jnp.int32)[None, :]
 
 
 def _products(ids, multipliers):
-    """Multiplies ids [T, n] by n numbers, all uint32. Returns the products' words of 16 bits [T, n, 4], low first."""
+    """Multiplies ids [T, n] uint32 by n numbers below 2**63; the products are below 2**63, too.
+
+    Returns the four 16-bit words of each product, the low word first: [T, n, 4] uint32.
+    """
     factors = np.array([[number >> 16 * i & 0xFFFF for number in multipliers] for i in range(4)], np.uint32)[:, None, :]
+    # `columns[k]` sums the parts of the products that belong to the words k. These sums fit 32 bits.
     columns = [jnp.zeros_like(ids) for _ in range(5)]
     for i, part in enumerate((ids & 0xFFFF, ids >> 16)):
         for j in range(4 - i):

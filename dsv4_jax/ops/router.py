@@ -62,8 +62,9 @@ def _router_kernel(x, weight, bias, table, token_ids, slots, images, *, interpre
 def _products(x, weight):
     """Returns `x @ weight.T` [T, E] float32 for x [T, D] bfloat16 and weight [E, D] float32.
 
-    Each float32 is the sum of three bfloat16 terms. So the tensor cores compute exact products, and add them in
-    float32. XLA would multiply float32 without the tensor cores, which takes 5 times as long (H200, 8,192 tokens).
+    Each float32 weight is split into a sum of three bfloat16 terms. So the tensor cores compute exact products, and add
+    them in float32. XLA would multiply float32 without the tensor cores, which takes 5 times as long (H200, 8,192
+    tokens).
     """
     terms = []
     for _ in range(PARTS):

@@ -41,11 +41,11 @@ class PrefillConfig:
     """
 
     min_tokens: int = 128  # minimum number of tokens
-    # A call may dequantize at most this number of entries, by default 272 MB. It makes room for all entries that its
-    # requests can have.
+    # Maximum number of entries for which a call makes room, by default 272 MB. The call makes room for `max_runs`
+    # requests, and for all entries that the block table of each can address.
     max_rows: int = (1 << 18) + (1 << 12)
-    # A call may dequantize at most this number of entries per token of the call. With more, it takes longer to write
-    # the entries than the prefill kernel saves.
+    # Maximum number of these entries per token of the call. With more, writing the entries takes more time than the
+    # prefill kernel saves.
     max_rows_per_token: int = 512
 
     def takes(self, kv: AttentionKV, tokens: int) -> bool:
@@ -57,6 +57,7 @@ class PrefillConfig:
 
 
 def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
+    """Computes `sparse_attention` with the prefill kernel, if the call is large enough, or with the decode kernel."""
     tokens, heads, _ = q.shape
     # A kernel can rotate the output back if all rotated channels lie in one warpgroup. Otherwise XLA rotates.
     in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
@@ -80,6 +81,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
+        """Returns this device's sums for all heads, as `attend_to_shards` takes them."""
         # The kernel reads no window rows of layer -1.
         visible = dataclasses.replace(rings, layer=jnp.where(with_window, rings.layer, -1))
         splits = attention_sums(_pad_heads(q), slots, positions, visible, entries, interpret=interpret)
@@ -110,8 +112,8 @@ def sparse_attention(
     kernel also requires a window of a multiple of 64 tokens. Kernels and "xla" differ in how they round the weights of
     the softmax, so that results differ by about one part in 2 ** 8.
 
-    The bits of a token's result depend on T, and on the number K of indices per token. Without indices, they depend on
-    the width of the block table instead of K. The bits never depend on the values of other tokens.
+    The bits of a token's result depend on T, and on the number K of columns of `kv.indices`. Without `kv.indices`, they
+    depend on the width of the block table instead of K. The bits never depend on the values of other tokens.
 
     Args:
       q: [T, H, D] queries after norm and RoPE, in the model's dtype.
@@ -131,6 +133,7 @@ def sparse_attention(
     if context_parallel:
 
         def attend(q, with_window):
+            """Returns this device's sums for all heads, as `attend_to_shards` takes them."""
             return _by_token(_softmax_sums, q, kv, slots, positions, with_window)
 
         out = attend_to_shards(attend, q, layer_value(sinks))
@@ -153,6 +156,7 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
 
     def attend(token):
+        """Returns the output of one token. `token` holds its item of each of `inputs`."""
         q, slots, positions, tokens, starts, indices = jax.tree.map(lambda x: x[None], token)
         rows, valid = window_rows(window, slots, positions, tokens, starts, new_kv, q.dtype)
         valid = valid & with_window
@@ -191,7 +195,12 @@ def _softmax_sums(q, rows, valid, least=LOWEST):
 
 
 def _merge_splits(sums, stats):
-    """Combines the KV splits of `attention_sums`. Returns the arrays of `_softmax_sums` with an axis of tokens."""
+    """Combines the KV splits of `attention_sums`. Returns the arrays of `_softmax_sums` with an axis of tokens.
+
+    Args:
+      sums: [T, splits, H, D] sums of weighted rows.
+      stats: [T, splits, 2, H] largest scores, in units of log(2), and sums of weights.
+    """
     largest = stats[:, :, 0]
     totals = stats[:, :, 1]
     overall = jnp.max(largest, axis=1)

@@ -34,6 +34,7 @@ def put(tree, values, keep: Bool[Array, "..."], *index):
     """
 
     def scatter(pool, value):
+        """Writes rows to one pool."""
         layer, row, *columns = index
         # A negative index would count from the end. Rows that must not be written get an index past the end instead.
         row = jnp.where(keep & (row >= 0), row, pool.shape[1])

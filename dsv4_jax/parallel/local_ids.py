@@ -46,6 +46,7 @@ def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
         return tree
 
     def total(x):
+        """Returns the sum of the bits of one array."""
         if x.dtype == bool:
             return jax.lax.psum(x.astype(jnp.int32), axes) > 0
         bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

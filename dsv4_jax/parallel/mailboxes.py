@@ -42,6 +42,7 @@ def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
         return None
     axis = mesh.axis_names.index(MODEL_AXIS)
     rows = {}
+    # A group is the devices that differ only in their index on the "model" axis.
     for group in np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[MODEL_AXIS]):
         addresses = _addresses(tuple(group))
         if addresses is None:

@@ -82,12 +82,12 @@ def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_paralle
         sharded["engram_head_dim"] = config.engram.head_dim
     if expert_parallel and config.dspark is not None:
         sharded["dspark_n_routed_experts"] = config.layer_experts(config.num_hidden_layers)[0]
-    if odd := {name: size for name, size in sharded.items() if size % devices}:
+    if indivisible := {name: size for name, size in sharded.items() if size % devices}:
         common = math.gcd(*sharded.values())
-        fitting = [n for n in range(1, common + 1) if common % n == 0]
-        listed = ", ".join(f"{name}={size}" for name, size in odd.items())
+        valid_sizes = [n for n in range(1, common + 1) if common % n == 0]
+        listed = ", ".join(f"{name}={size}" for name, size in indivisible.items())
         raise ValueError(
-            f"mesh axis model={devices} does not divide {listed}; this model takes {', '.join(map(str, fitting))}"
+            f"mesh axis model={devices} does not divide {listed}; this model takes {', '.join(map(str, valid_sizes))}"
         )
 
 

@@ -39,6 +39,7 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(model, cache, *args, **options)
 
         def local(model: Any, cache: Any, args: Any) -> Any:
+            """Runs the step on one device, with its shards."""
             with with_mailboxes(getattr(cache, "mailboxes", None)):
                 *results, cache = step(model, cache, *args, **options)
             return tuple(results), cache
@@ -81,6 +82,7 @@ def sharded_rows(function: Callable[..., Any], *, placed: int = 0) -> Callable[.
             return function(*args)
 
         def local(*inputs: Any) -> Any:
+            """Runs the function on one device, with its shards."""
             *leading, rows = inputs
             return function(*leading, *rows)
 
@@ -111,6 +113,8 @@ def sharded_update(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_shards(function, out_specs):
+    """Decorates a function of (cache, ..). `out_specs` is a function of the cache that returns its results' specs."""
+
     @functools.wraps(function)
     def call(cache: Any, *args: Any, **options: Any) -> Any:
         if (mesh := mesh_of(cache)) is None:

@@ -56,8 +56,8 @@ class IndexRows:
     """Stored indexer keys, one for each leading index, in one of the formats of `quant.formats`.
 
     Attributes:
-      codes: [..., Di // 2] uint8, two E2M1 codes in a byte, the low nibble of the even dim; [..., Di] values in
-        "plain".
+      codes: [..., Di // 2] uint8, two E2M1 codes in a byte, that of the even dim in the low nibble. "plain": [..., Di]
+        values.
       scale: [..., G] uint8 scales. "v4" and "v41": E8M0 bits, one for 32 dims. "per_entry": E4M3 bits, one for 16 dims.
         "plain": None.
     """
@@ -67,6 +67,7 @@ class IndexRows:
 
 
 def _structs(columns):
+    """Returns a struct for each column (array's name, dtype, width) of a row; None for width 0, except for "nope"."""
     return [
         jax.ShapeDtypeStruct((width,), dtype) if width or name == "nope" else None for name, dtype, width in columns
     ]

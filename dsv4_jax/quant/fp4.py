@@ -27,8 +27,8 @@ def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
     Ties go to even codes. Values beyond +-6 become +-6.
 
-    Values are compared with the midpoints of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A cast could go through
-    another type and round twice on some backends.
+    Values are compared with the midpoints of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A cast is not used, because
+    some backends would cast by way of another type, and so round twice.
     """
     return e2m1_codes(x).astype(jnp.uint8)
 
@@ -94,11 +94,11 @@ def encode_nvfp4(
     """
     groups = in_blocks(x, NVFP4_GROUP)
     amax = jnp.max(jnp.abs(groups), axis=-1)
-    scale = encode_e4m3(amax * jnp.float32(1 / (E2M1_MAX * global_scale)))
-    step = decode_e4m3(scale) * jnp.float32(global_scale)
+    scale_bits = encode_e4m3(amax * jnp.float32(1 / (E2M1_MAX * global_scale)))
+    step = decode_e4m3(scale_bits) * jnp.float32(global_scale)
     per_step = jnp.where(step > 0, 1 / jnp.where(step > 0, step, 1.0), 0.0)
     codes = encode_e2m1(groups * per_step[..., None])
-    return pack_fp4(codes.reshape(x.shape)), scale
+    return pack_fp4(codes.reshape(x.shape)), scale_bits
 
 
 def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
@@ -119,9 +119,9 @@ def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows ha
     """
     groups = in_blocks(x, NVFP4_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), E2M1_MAX * _MIN_ENTRY_SCALE)
-    scale = encode_e4m3(amax * jnp.float32(1 / E2M1_MAX))
-    codes = e2m1_codes(groups, decode_e4m3(scale)[..., None]).astype(jnp.uint8)
-    return pack_fp4(codes.reshape(x.shape)), scale
+    scale_bits = encode_e4m3(amax * jnp.float32(1 / E2M1_MAX))
+    codes = e2m1_codes(groups, decode_e4m3(scale_bits)[..., None]).astype(jnp.uint8)
+    return pack_fp4(codes.reshape(x.shape)), scale_bits
 
 
 def decode_nvfp4(

@@ -16,7 +16,7 @@ MXFP8_BLOCK = 32  # channels of a window row of DeepSeek-V4.1 that share a scale
 
 
 def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
-    """Rounds float32 values to E4M3 bits, ties to even. Values are clipped to +-448, which a cast would turn to NaN."""
+    """Rounds float32 values to E4M3 bits, ties to even. Values beyond +-448, whose casts can be NaN, become +-448."""
     codes = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     return lax.bitcast_convert_type(codes, jnp.uint8)
 
@@ -54,9 +54,9 @@ def encode_fp8_block(
     """
     blocks = in_blocks(x, block)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), 1e-4)
-    scale = e8m0_ceil(amax * jnp.float32(1 / E4M3_MAX))
-    codes = encode_e4m3(blocks * e8m0_reciprocal(scale)[..., None])
-    return codes.reshape(x.shape), scale
+    scale_bits = e8m0_ceil(amax * jnp.float32(1 / E4M3_MAX))
+    codes = encode_e4m3(blocks * e8m0_reciprocal(scale_bits)[..., None])
+    return codes.reshape(x.shape), scale_bits
 
 
 def decode_fp8_block(codes: UInt8[Array, "*rows N"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:

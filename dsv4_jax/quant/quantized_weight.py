@@ -30,8 +30,8 @@ class QuantizedWeight:
     """Quantized matrices, which a parameter may hold in the place of an array: `nnx.Param(QuantizedWeight(...))`.
 
     Kernels read the codes and scales of all kinds but "FP8_ROWS". Other code reads `parameter[...]`, or `parameter[i]`
-    for matrices of a stack. If blocks have one row ("FP8_ROWS", "FP4"), `i` may also index the rows of a matrix. Such a
-    read dequantizes only the values that it returns, within the program that reads them.
+    for matrices of a stack. If blocks have one row ("FP8_ROWS", "FP4"), `i` may also index the rows of a matrix. Each
+    read dequantizes, within the program that reads, only the values that it returns.
 
     Attributes:
       codes: uint8 codes. "FP4": [..., out, in / 2] pairs of E2M1 codes, with the even input channel in the low nibble.
@@ -68,13 +68,13 @@ class QuantizedWeight:
         shape = padded.shape[-2] // block_rows, block_rows, padded.shape[-1] // block_columns, block_columns
         blocks = padded.reshape(*leading, *shape)
         exponents = _exponents(xp, xp.abs(blocks).max(axis=(-3, -1)), E2M1_MAX if kind == "FP4" else E4M3_MAX)
-        reciprocals = ((127 - exponents) << 23).view(np.float32)
+        reciprocals = ((127 - exponents) << 23).view(np.float32)  # 2**-exponent: these are the bits of its float32
         scaled = (blocks * reciprocals[..., :, None, :, None]).reshape(padded.shape)[..., :rows, :columns]
         if kind != "FP4":
             codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         else:
             codes = scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) if xp is np else encode_e2m1(scaled)
-            codes = codes[..., 0::2] | codes[..., 1::2] << 4
+            codes = codes[..., 0::2] | codes[..., 1::2] << 4  # a byte holds two codes, the first in its low half
         return cls(codes, (exponents + 127).astype(np.uint8), kind, values.dtype)
 
     @property

@@ -86,9 +86,9 @@ class Answer:
         self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._scores_prompts = getattr(body, "echo", False) and body.num_top is not None
-        count = len(self._prompts) * self._samples
-        self._check_size(count)
-        self.choices: list[Any] = [self._new_choice(i, self._prompts[i // self._samples]) for i in range(count)]
+        num_requests = len(self._prompts) * self._samples
+        self._check_size(num_requests)
+        self.choices: list[Any] = [self._new_choice(i, self._prompts[i // self._samples]) for i in range(num_requests)]
 
     def _encode(self) -> Sequence[Sequence[int]]:
         """Returns the token ids of each prompt."""
@@ -196,7 +196,7 @@ class Answer:
                 yield None
                 continue
             choice = self.choices[update.index]
-            if choice.finish_reason is not None:
+            if choice.finish_reason is not None:  # a stop string has ended the text before this update
                 continue
             if update.finish_reason in ("error", "cancelled"):
                 raise _as_api_error(update.error)
@@ -211,7 +211,7 @@ class Answer:
                 metrics.first_token_seconds.observe(now - self._start)
             choice.last_seconds = now
             await run_off_loop(0 if choice.scored else len(choice.prompt), choice.take, update)
-            if choice.finish_reason is not None and update.finish_reason is None:
+            if choice.finish_reason is not None and update.finish_reason is None:  # a stop string ended the text
                 self._generation.cancel(choice.index)
             yield choice
 

@@ -41,11 +41,13 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette):
+        """Runs the engine's thread while the application runs."""
         engine.start()
         yield
         await engine.stop()
 
     async def answer_error(request: Request, error: Exception) -> Response:
+        """Turns an exception of an endpoint into a response."""
         if isinstance(error, HTTPException):
             message = f"{request.method} {request.url.path[:200]}: {error.detail}"
             error = APIError(error.status_code, message, headers=dict(error.headers or {}))
@@ -95,6 +97,7 @@ class AuthMiddleware:
         label = scope["path"] if scope["path"] in paths else "other"
 
         async def count(message: Message) -> None:
+            """Sends a message, and counts the response at its start."""
             if message["type"] == "http.response.start":
                 self._service.metrics.responses.labels(label, message["status"]).inc()
             await send(message)
@@ -178,6 +181,8 @@ def _check_model(service: Service, name: str) -> None:
 
 
 def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the endpoint whose answers are of the class `kind`."""
+
     async def endpoint(request: Request) -> Response:
         service = _service(request)
         start = time.monotonic()
@@ -207,9 +212,9 @@ async def _read(request: Request, limit: int) -> bytes:
     Raises:
       APIError: the body has another type, is too long, does not arrive in time or is incomplete.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise APIError(415, f"Content-Type is {kind[:100]!r}, it must be application/json")
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise APIError(415, f"Content-Type is {content_type[:100]!r}, it must be application/json")
     too_long = APIError(413, f"the body is longer than {limit} bytes")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

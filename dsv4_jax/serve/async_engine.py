@@ -18,9 +18,9 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# At most 4 events are sent to clients at once, and 2.5 per millisecond. Sending an event holds the GIL for 0.06 ms, and
-# the engine needs the GIL for half of a short step. Tokens that a stream gets while it waits are sent in one event:
-# with 32 fast streams, the tokens of 13 ms.
+# At most 4 events are sent to clients at once, and 2.5 per millisecond, because sending an event holds the GIL for
+# 0.06 ms, and the engine needs the GIL for half of a short step. While a stream waits for its turn, its tokens collect,
+# and are then sent in one event. With 32 fast streams, these are the tokens of 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 
@@ -167,13 +167,13 @@ class AsyncEngine:
         Raises:
           QueueFullError: there would be more running and waiting requests than `capacity`.
         """
-        count = len(prompts) * n
-        if count + self.unfinished > self.capacity:
+        num_requests = len(prompts) * n
+        if num_requests + self.unfinished > self.capacity:
             raise QueueFullError(f"{self.unfinished} requests are running or waiting, the most is {self.capacity}")
         add = functools.partial(self.engine.add, **params)
         adds = [functools.partial(add, prompt, seed=seed + k) for prompt in prompts for k in range(n)]
         generation = Generation(self, adds, n)
-        self.unfinished += count
+        self.unfinished += num_requests
         self._send(self._begin, generation)
         return generation
 
@@ -182,11 +182,13 @@ class AsyncEngine:
         self._send(self._end, None, "error", error)
 
     def _send(self, command, *args):
+        """Queues a command for the engine's thread."""
         self._commands.put(functools.partial(command, *args))
 
     # --- The methods below run in the engine's thread. ---
 
     def _run(self):
+        """Compiles the programs, then runs commands and steps until `stop`. The thread's function."""
         try:
             self.engine.warm_up()
             self.metrics = self.engine.metrics
@@ -226,6 +228,7 @@ class AsyncEngine:
                 self._add(key)
 
     def _add(self, key):
+        """Adds a request to the engine. If that fails, the error is the request's final update."""
         generation, index = key
         try:
             self._running[generation._adds[index]()] = key
@@ -233,6 +236,7 @@ class AsyncEngine:
             self._update(key, "error", error)
 
     def _stop(self):
+        """Ends all requests, and then the thread."""
         self._stopping = True
         self._end(None, "cancelled")
 
@@ -253,6 +257,7 @@ class AsyncEngine:
                 self._update(key, reason, error)
 
     def _step(self):
+        """Runs a step of the engine, and keeps an update for each request that got tokens or ended."""
         engine = self.engine
         try:
             outputs = engine.step()
@@ -270,6 +275,7 @@ class AsyncEngine:
             self._update(key, request.finish_reason, request.error, request)
 
     def _update(self, key, finish_reason, error=None, request=None):
+        """Keeps an update until `_deliver`. With a request's first update, its followers start."""
         _, index = key
         num_generated = 0 if request is None else request.num_generated
         self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))
@@ -278,6 +284,7 @@ class AsyncEngine:
             self._add(follower)
 
     def _deliver(self):
+        """Passes the kept updates to the event loop's thread."""
         updates = self._updates
         self._updates = []
         if updates and not self._loop.is_closed():

@@ -245,6 +245,7 @@ class ReleaseChat(Chat):
         return self._encoding.encode(_changed(conversation, messages=messages, reasoning_effort=name))
 
     def encode(self, conversation: recipe.Conversation, effort: int | None = None) -> list[int]:
+        """Returns the prompt as token ids. Past answers with tool calls have the tokens that the model wrote."""
         ids = self._encode(conversation, effort)
         written = [m for m in conversation.messages if m.role == "assistant" and not m.prefix]
         answers = [self._past.find(message) for message in written]

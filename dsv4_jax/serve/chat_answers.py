@@ -130,6 +130,7 @@ class ParsedAnswer(Answer):
         return self.request_type.chunk_generator(self._converted.request, self._id, self._body.model)
 
     def _encode(self) -> Sequence[Sequence[int]]:
+        """Returns the prompt, converted and encoded from the body. Sets the answer's grammar and sampling defaults."""
         if self._service.chat is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
         self._chat = self._service.chat

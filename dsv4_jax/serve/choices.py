@@ -92,7 +92,7 @@ class Choice:
                 tops = [(), *_pairs(request.prompt_top_logprobs)]
                 for (token, offset), logprob, top in zip(self.prompt, logprobs, tops, strict=True):
                     self.scored.append(ScoredToken(token, logprob, top, offset))
-            # `tops` ends with the tokens of this update. The engine may have added further tokens since.
+            # `tops` ends with the tokens of this update. `zip` drops tokens that the engine has added since.
             begin = request.prompt_length + self.num_generated
             tops = _pairs(request.top_logprobs[self.num_generated : update.num_generated])
             drawn = list(zip(request.tokens_from(begin), request.logprobs_from(begin), tops, strict=False))
@@ -103,7 +103,7 @@ class Choice:
                 new_text += self._add(token)
             if self._is_stopped:
                 break
-        else:
+        else:  # no stop string has ended the text
             if update.finish_reason is not None:
                 new_text += self._finish()
         self.finish_reason = "stop" if self._is_stopped else update.finish_reason

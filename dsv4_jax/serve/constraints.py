@@ -66,6 +66,7 @@ def compile_form(
         raise ValueError("a continued message takes any text")
 
     def lark(enforce: _Enforce) -> str:
+        """Returns the grammar as text. `enforce` replaces the schemas in it."""
         rules = [r"ANY: /(.|\n)*/"]
         match kind:
             case "json_object":
@@ -79,8 +80,8 @@ def compile_form(
         if is_required:  # the prompt ends where the calls begin
             forms = ["calls"]
         elif tools:  # calls may follow any text, or stand in place of a form
-            before = r"/(.|\n)*</" if kind == "text" else r'"\n\n<"'
-            forms.append(rf'{before} dsml "{tags.block}>\n" calls')
+            before_calls = r"/(.|\n)*</" if kind == "text" else r'"\n\n<"'
+            forms.append(rf'{before_calls} dsml "{tags.block}>\n" calls')
         if tools:
             rules += [f"dsml: <[{ids[CALL_TOKEN]}]> {_quote(tags.gap)}", *_call_rules(tools, tags, strict, enforce)]
         start = f"ANY <[{ids['</think>']}]> answer" if prompt[-1] == ids.get("<think>") else "answer"
@@ -164,8 +165,8 @@ def _call_rules(
         for k, (name, value, is_needed) in enumerate(_parameters(tool.parameters, strict_tool)):
             value = enforce(value, tool.parameters, strict_tool)
             rules.append(f"value_{i}_{k}: " + " | ".join(_values(name, value, strict_tool is not None)))
-            quantifier = "" if is_needed else "?"
-            parts.append(f"value_{i}_{k}" + ("*" if name is None else quantifier))
+            quantifier = "*" if name is None else "" if is_needed else "?"
+            parts.append(f"value_{i}_{k}{quantifier}")
         begin = f'"<" dsml {_quote(f'invoke name="{tool.name}">')}'
         rules.append(f"call_{i}: " + " ".join([begin, r'"\n"', *parts, _close("invoke")]))
     return rules
@@ -184,13 +185,15 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
     moved = _moved(schema)
     additional = moved.get("additionalProperties", True)
     properties = moved.get("properties")
-    needed = moved.get("required")
+    required = moved.get("required")
     properties = properties if isinstance(properties, dict) else {}
-    needed = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
-    for name in [*properties, *(name for name in needed if name not in properties)]:
+    required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    # A required name without a schema of its own gets the schema of additional properties.
+    for name in [*properties, *(name for name in required if name not in properties)]:
         value = properties.get(name, additional)
-        if value is not False or name in needed:
-            yield name, _alone(value, moved), name in needed
+        if value is not False or name in required:
+            yield name, _alone(value, moved), name in required
+    # Only a schema without properties allows parameters of any name.
     if not properties and additional is not False:
         yield None, _alone(additional, moved), False
 
@@ -224,6 +227,7 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
         return strings, (schema | {"enum": values} if values else None)
     if not _may_be_string(schema):
         return [], schema
+    # Other types than strings are written as JSON.
     json_schema = None if schema.get("type") == "string" else schema
     if not is_strict or keys <= {"type"}:
         return ["string"], json_schema
@@ -237,6 +241,7 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
 
 
 def _parameter(name: str | None, is_string: bool, value: str) -> str:
+    """Returns the grammar's text for a parameter with a value, closing tag included. The name None = any name."""
     end = f'" string="{str(is_string).lower()}">'
     if name is not None:
         return rf'"<" dsml {_quote(f'parameter name="{name}{end}')} {value} "\n"'
@@ -244,6 +249,7 @@ def _parameter(name: str | None, is_string: bool, value: str) -> str:
 
 
 def _may_be_string(schema: Schema) -> bool:
+    """Returns whether a schema may allow strings. A reference counts as a schema without strings."""
     if not isinstance(schema, dict):
         return schema is True
     kinds = schema.get("type")
@@ -254,8 +260,10 @@ def _may_be_string(schema: Schema) -> bool:
 
 
 def _close(tag: str) -> str:
+    """Returns the grammar's text for a closing tag."""
     return f'"</" dsml {_quote(tag + ">")}'
 
 
 def _quote(text: str) -> str:
+    """Returns a text as a literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)

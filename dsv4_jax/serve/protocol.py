@@ -71,6 +71,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_unused(cls, body: Any) -> Any:
+        """Removes null fields and fields without effect. Other unsupported fields stay, up to `_MAX_ERRORS` of them."""
         if not isinstance(body, dict):
             return body
         fields = cls.model_fields
@@ -109,10 +110,12 @@ class StreamOptions(_Body):
 
 
 def _listed(stop: Any) -> Any:
+    """Returns a list of stop strings, also for a single one."""
     return [stop] if isinstance(stop, str) else stop
 
 
 def _greedy_if_tiny(temperature: Any) -> Any:
+    """Returns 0 for a temperature below the smallest that the engine takes."""
     return 0.0 if isinstance(temperature, float) and 0 < temperature < 1e-5 else temperature
 
 
@@ -157,6 +160,7 @@ class GenerationBody(_Body):
 
 
 def _as_prompts(prompt: Any) -> Any:
+    """Returns a list of prompts, also for a single prompt, which is text or a list of token ids."""
     is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
     return [prompt] if is_one else prompt
 
@@ -485,6 +489,7 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
 
 
 def _explain(wrong: Mapping[str, Any]) -> str:
+    """Returns text that says which field is wrong, and why."""
     places = [part for part in wrong["loc"] if not str(part).startswith("<")]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in places).strip(".")[:_MAX_NAME]
     field = str(places[-1]) if places else ""

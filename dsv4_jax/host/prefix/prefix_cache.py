@@ -133,6 +133,8 @@ class PrefixCache(Summarized):
         self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
         self._set_key(key)
+        # This prefix cache takes the place of an earlier one. It caches no request that runs already, because the
+        # request's rows may come from other weights than those that `key` names.
         if self._table.evictor is not None:
             self._table.evictor.clear()
             self._table.weights += 1
@@ -245,12 +247,15 @@ class PrefixCache(Summarized):
         end_of_hits = min(end, len(tokens) - 1)  # a hit leaves at least one token to run
         nodes = self._nodes(tokens[:end_of_hits], salt, self.manager.shards.of(slot), state.cached_blocks)
         parting = len(nodes) * block_tokens // stride * stride
-        last = len(tokens) // stride * stride
-        boundary = min(end // stride * stride, last)
+        last_boundary = len(tokens) // stride * stride
+        boundary = min(end // stride * stride, last_boundary)
         if state.length < parting < boundary and nodes[parting // block_tokens - 1].snapshot is None:
             return parting
-        spare = end - state.length - 1 if boundary == last else (end - state.length) // 8 * (self.every is not None)
-        return boundary if end - boundary <= spare else end
+        if boundary == last_boundary:
+            max_cut = end - state.length - 1
+        else:
+            max_cut = (end - state.length) // 8 if self.every else 0
+        return boundary if end - boundary <= max_cut else end
 
     def observe(
         self,

@@ -241,6 +241,7 @@ class PrefixFiles(Summarized):
     # --- in the writer's thread ---
 
     def _guarded(self, function, *args, nbytes=0):
+        """Runs a job of the writer's thread. Logs its error, and takes `nbytes` off the bytes that wait."""
         try:
             function(*args)
         except Exception as error:
@@ -249,7 +250,8 @@ class PrefixFiles(Summarized):
             self._release(nbytes)
 
     def _write(self, layout, digests, arrays, used):
-        written = 0
+        """Writes the files that do not exist yet. The arguments come from `save`; `arrays` is a list with one item."""
+        num_written = 0
         try:
             # The list holds the only reference, so device memory is freed once the arrays are on the host.
             tree = jax.device_get(arrays.pop())
@@ -264,9 +266,9 @@ class PrefixFiles(Summarized):
                     self._count(layout.kind, len(content))
                     self.metrics.written_bytes += len(content)
                     self._unlisted_bytes += len(content)
-                written += 1
+                num_written += 1
         finally:
-            self.metrics.dropped += len(digests) - written
+            self.metrics.dropped += len(digests) - num_written
 
     def _touch(self, layout, digests, used):
         for i, digest in enumerate(digests):
@@ -411,7 +413,7 @@ class StoredPrefixes:
           nodes: nodes of the blocks.
           get_cache: function that returns the cache with these blocks.
         """
-        room = self.files.max_bytes
+        bytes_left = self.files.max_bytes
         chosen = []
 
         def order(node):
@@ -421,10 +423,10 @@ class StoredPrefixes:
             return 1, -node.last_used  # `PrefixTree.touch` makes the first block of a prefix the most recently used
 
         for node in sorted(nodes, key=order):
-            room -= self._blocks.nbytes
+            bytes_left -= self._blocks.nbytes
             if node.snapshot is not None:
-                room -= self._snapshots.nbytes
-            if room < 0:
+                bytes_left -= self._snapshots.nbytes
+            if bytes_left < 0:
                 break
             chosen.append(node)
         self.save_blocks(chosen, get_cache, wait=True)
@@ -449,25 +451,25 @@ class StoredPrefixes:
         Returns:
           The prefix; None if no such prefix has more than `min_blocks` blocks.
         """
-        path: list[bytes] = []
+        usable: list[bytes] = []
         for digest in itertools.islice(digests, room):
-            if len(path) >= len(nodes) and not self.files.exists(self._blocks, digest):
+            if len(usable) >= len(nodes) and not self.files.exists(self._blocks, digest):
                 break
-            path.append(digest)
-        while len(path) > min_blocks:
-            has_snapshot, snapshot = self.files.read(self._snapshots, path[-1:])
+            usable.append(digest)
+        while len(usable) > min_blocks:
+            has_snapshot, snapshot = self.files.read(self._snapshots, usable[-1:])
             if not has_snapshot:
-                path.pop()
+                usable.pop()
                 continue
-            on_disk = path[len(nodes) :]
-            count, blocks = self.files.read(self._blocks, on_disk)
-            if count == len(on_disk):
-                self.files.metrics.hit_tokens += count * self._devices.schema.block_tokens
+            on_disk = usable[len(nodes) :]
+            num_read, blocks = self.files.read(self._blocks, on_disk)
+            if num_read == len(on_disk):
+                self.files.metrics.hit_tokens += num_read * self._devices.schema.block_tokens
                 now = time.time_ns()
-                self.files.touch(self._blocks, path, used=now)
-                self.files.touch(self._snapshots, path[-1:], used=now)
-                return FoundBlocks(nodes[: len(path)], on_disk, blocks, snapshot)
-            del path[len(nodes) + count :]  # the blocks that follow a damaged or missing file are of no use
+                self.files.touch(self._blocks, usable, used=now)
+                self.files.touch(self._snapshots, usable[-1:], used=now)
+                return FoundBlocks(nodes[: len(usable)], on_disk, blocks, snapshot)
+            del usable[len(nodes) + num_read :]  # the blocks that follow a damaged or missing file are of no use
         return None
 
     def warm_up(self, cache: KVCache) -> None:

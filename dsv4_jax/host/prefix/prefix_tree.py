@@ -113,7 +113,10 @@ class PrefixTree:
         self._listen([node.block for node in by_length])
 
     def _listen(self, blocks: Sequence[int]):
-        """Updates `idle` after reference counts of `blocks` have changed. Goes through the blocks in reverse order."""
+        """Updates `idle` after reference counts of `blocks` have changed.
+
+        Goes through the blocks in reverse order, so that the last block of a request is evicted first.
+        """
         for block in reversed(blocks):
             node = self._by_block.get(block)
             if node is None or node.in_use == (in_use := self._allocator.references(block) > 1):
