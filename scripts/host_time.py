@@ -22,7 +22,7 @@ from dsv4_jax.host import KVCacheManager
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NoModel:
-    """Draws token 1 after each token."""
+    """A model that computes nothing. Its logits make token 1 the next token after every token."""
 
     logits_row: Any
 
@@ -34,7 +34,12 @@ class NoModel:
 
 
 def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **options: Any) -> dict[str, float]:
-    """Returns the median milliseconds a step of Python's thread, those in the call of the program, and the others."""
+    """Returns the CPU time that a step takes of Python's thread, in milliseconds.
+
+    Returns:
+      Medians over the steps: "step" of the whole step, "call" of the call of the compiled program, "bookkeeping" of
+      everything else. "least_bookkeeping" is the minimum of the latter.
+    """
     config = read_config(packaged_checkpoint())
     length = 4 + 3 * (steps + 10)
     sizes = {"max_requests": requests, "max_context": 2 * length, "block_tokens": 128}
@@ -97,7 +102,7 @@ def main(
       requests: numbers of requests that decode at once.
       steps: number of measured steps.
       profile: also print a profile.
-      grammars: give every request a grammar, so that each step finds the masks of all.
+      grammars: give every request a grammar, so that each step computes a mask of tokens for every request.
     """
     for count in requests:
         rich.print(count, measure(count, steps, profile, grammars))

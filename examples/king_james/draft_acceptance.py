@@ -20,10 +20,10 @@ from dsv4_jax.engine import Engine, Request, generate
 
 @dataclasses.dataclass(frozen=True)
 class DraftAcceptance:
-    """Continues prompts with every number of drafts a step, and counts the accepted drafts.
+    """Continues prompts with 0, 1, 2, .. drafts per step, up to the model's maximum, and counts the accepted drafts.
 
-    All steps run in one program, so the tokens with drafts must be those without. Prints one JSON object, and rows for
-    the model's card.
+    Steps with and without drafts run in the same compiled program, so their tokens must be equal. Prints one JSON
+    object, and a table for the model's card.
 
     For example:
       python examples/king_james/draft_acceptance.py --text kjv/usr/lib/bible.data
@@ -115,7 +115,7 @@ class DraftAcceptance:
         return requests
 
     def _speed(self, model: CompiledModel, prompt: np.ndarray, most: int) -> dict[str, float]:
-        """Returns the tokens a second of one greedy request by number of drafts, the best of three runs."""
+        """Returns {number of drafts: tokens per second of one greedy request}, the best of three runs each."""
         rates: dict[str, float] = {}
         for turn in range(4):
             for drafts in range(1 + most):
@@ -123,7 +123,7 @@ class DraftAcceptance:
                 begin = time.perf_counter()
                 generate(model, self._manager(model, most, 1), [prompt.tolist()], **options)
                 rate = self.speed_tokens / (time.perf_counter() - begin)
-                if turn:  # the first compiles
+                if turn:  # turn 0 is not counted, because it compiles the programs
                     rates[str(drafts)] = max(rates.get(str(drafts), 0.0), round(rate, 1))
         return rates
 

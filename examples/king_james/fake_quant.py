@@ -25,7 +25,7 @@ from dsv4_jax.data import packaged_checkpoint
 class FineTune:
     """Fine-tunes the packaged model on the bytes of a text, once with float weights and once with `fake_quantize`.
 
-    The cache is rounded in both. Writes the trained weights in float32 to OUT/float and OUT/fake_quant, for
+    The cache is rounded in both trainings. Writes the trained weights in float32 to OUT/float and OUT/fake_quant, for
     `dsv4-jax convert` and `dsv4-jax score`.
 
     For example:

@@ -15,12 +15,12 @@ _ALPHABET = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """A row with needles.
+    """A row of text with key-value pairs between its words. A question is a later mention of a key and its value.
 
     Attributes:
       ids: [n] int32, BOS first.
-      answers: [questions] int64, position in `ids` of each value that is asked for.
-      distances: [questions] int64, bytes from the value's previous mention to this question.
+      answers: [questions] int64, position in `ids` of the first digit of each value that is asked for.
+      distances: [questions] int64, number of bytes from the value's preceding mention to the question.
     """
 
     ids: np.ndarray
@@ -29,13 +29,14 @@ class Planted:
 
 
 def plant(rng: np.random.Generator, text: np.ndarray, length: int, mentions: list[list[int]]) -> Planted:
-    """Puts pairs between the words of a text: the first mention tells a value, every later one asks for it.
+    """Puts pairs between the words of a text. A pair's first mention tells the value, and later mentions ask for it.
 
     Args:
       rng: generator of keys and values.
       text: int32 ids, at least `length` of them.
       length: length of the row; questions that do not fit are left out.
-      mentions: positions of each pair, ascending and approximate, since words are not divided.
+      mentions: for each pair the positions at which it is mentioned, ascending. The pair is put before the next word
+        from there on, because words are not divided.
     """
     keys = rng.choice(len(_ALPHABET) ** LETTERS, len(mentions), replace=False)
     letters = _ALPHABET[np.stack(np.unravel_index(keys, (len(_ALPHABET),) * LETTERS), axis=1)]
@@ -63,13 +64,13 @@ def plant(rng: np.random.Generator, text: np.ndarray, length: int, mentions: lis
 def training_row(
     rng: np.random.Generator, text: np.ndarray, length: int, questions: int, nearest: int, weight: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Makes a row with up to `questions` questions, at log-uniform distances from `nearest` to its length.
+    """Makes a row with up to `questions` questions, at log-uniform distances from `nearest` bytes to the row's length.
 
-    The number of pairs is log-uniform too: few pairs teach copying, many teach retrieval.
+    The number of pairs is log-uniform, too: few pairs teach copying, many teach retrieval.
 
     Returns:
-      (ids [length] int32, weights [length] float32: `weight` for digits asked for, 0 for digits told, which cannot be
-      predicted, 1 for the rest).
+      (ids, weights), [length] each. `weights` are float32 weights in the loss: `weight` for digits that are asked for,
+      0 for digits that are told, since they cannot be predicted, and 1 for everything else.
     """
     pairs = round(questions ** rng.uniform())
     mentions = []
@@ -90,7 +91,7 @@ def training_row(
 
 
 def test_row(rng: np.random.Generator, text: np.ndarray, distances: tuple[int, ...], pairs: int) -> Planted:
-    """Makes a row that ends with its questions: `pairs` for each distance, in random order, between words."""
+    """Makes a row that ends with questions: for each of the distances, `pairs` questions, all in random order."""
     asked = rng.permutation(np.repeat(distances, pairs))
     places = max(distances) + 2 * PAIR + 4 * PAIR * np.arange(len(asked))
     planted = plant(rng, text, int(places[-1]) + 8 * PAIR, np.stack([places - asked, places], axis=1).tolist())

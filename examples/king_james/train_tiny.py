@@ -62,8 +62,9 @@ class TrainTiny:
       size: tiny is the packaged model's shape; toy is for trying this script on a CPU.
       rows: number of sequences in a step.
       length: number of bytes in a sequence, a multiple of the window (128; toy: 8).
-      needles: share of the rows with hidden key-value pairs and questions about them; the checkpoint is then chosen by
-        the answers. Train on short rows first (128, 512, 2048, 16384): retrieval is learned at short distances first.
+      needles: share of the rows with hidden key-value pairs and questions about them. If it is above 0, the loss of the
+        answers chooses the checkpoint. Train on short rows first (lengths 128, 512, 2048, 16384), because retrieval is
+        learned at short distances first.
       questions: number of questions in a row with pairs.
       nearest: minimum distance in bytes from a question to its fact.
       learning_rate: peak learning rate.
@@ -114,7 +115,8 @@ class TrainTiny:
         lines: list[dict[str, Any]] = []
         if (last := manager.latest_step()) is not None:
             state = manager.restore(last, args=ocp.args.StandardRestore(state))
-            # Through the host: arrays committed to a device would need another program.
+            # Restored arrays are committed to a device, for which `train_step` would be compiled again. Copies through
+            # the host are not committed.
             state = jax.tree.map(lambda value: jnp.asarray(np.asarray(value)), state)
             lines = [line for line in map(json.loads, log.read_text().splitlines()) if line["step"] <= last]
         every = self.every or max(self.steps // 40, 1)

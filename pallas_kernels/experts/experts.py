@@ -49,7 +49,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 MAX_PAIRS = 1024  # maximum number of pairs of a token and an expert; one warpgroup groups them
 MAX_SHARED_TOKENS = COLUMNS  # maximum number of tokens with a shared expert
 MAX_SEGMENTS = 4  # largest number of segments of a stage
-OTHER_BYTES = 8 << 10  # bytes of shared memory beside that of `SkinnyGemm`, enough for any number of tokens
+OTHER_BYTES = 8 << 10  # bytes of shared memory for everything but `SkinnyGemm`; enough for any number of tokens
 # Indices of the linear maps of an expert.
 GATE_UP = 0
 DOWN = 1
@@ -281,7 +281,7 @@ class ExpertsProblem:
         even_first = lax.div(worker * tiles, workers)
         if not shared:
             return even_first * together, jnp.int32(0)
-        # Sizes of tiles are compared by their numbers of bits per weight.
+        # The size of a tile is counted as its number of bits per weight, as if all tiles had equally many weights.
         bits = self.layout.bits * together
         shared_bits = FP8.bits
         shared_first = lax.div(worker * shared, workers)

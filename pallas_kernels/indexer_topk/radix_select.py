@@ -620,6 +620,7 @@ class RadixSelect:
             selected_ties = (tied < ties).where(tie_bits, 0)
             above = above + ops.count_bits(above_bits)
             tied = tied + ops.count_bits(tie_bits)
+            # The last ties of this word are surplus if, with them, the row would have more than `ties` selected ties.
             surplus = ops.count_bits(selected_ties).minimum(tied - tied.minimum(ties))
             (selected_ties,) = ops.loop(surplus, lambda _, bits: [bits ^ ops.highest_bit(bits)], selected_ties)
 

@@ -1,8 +1,8 @@
 """GEMM with quantized weights: sums[r, n] = sum_k W[matrix, r, k] * x[n, k], for many inputs x.
 
 The kernel is bound by the throughput of `wgmma`. A block walks over the output tiles that the caller gives it, see
-`Operands`. The columns of a tile are split into steps of 32, 64 or 128 bytes of each weight row. A stage of shared
-memory holds the weights and the inputs of one step. With n = `DequantGemm.warpgroups`:
+`Operands`. The columns k of the weights are split into steps of 32, 64 or 128 bytes of each weight row. A stage of
+shared memory holds the weights and the inputs of one step. With n = `DequantGemm.warpgroups`:
 
     warpgroup   role        does                                                waits for       signals
     0..n-1      multiply    unpacks 64 weight rows in registers, runs `wgmma`,  stage_full      stage_empty
@@ -12,9 +12,10 @@ memory holds the weights and the inputs of one step. With n = `DequantGemm.warpg
                                                                                 codes_empty     codes_full
                                                                                 scales_empty    scales_full
 
-One copy brings FP4's scales of several steps to a separate ring. If FP4 steps have 64 bytes a row, one copy may also
-bring the codes of two steps to a separate ring: experts may lie in host memory, and PCIe reads 64 bytes at a lower rate
-than 128. The two blocks of a cluster multiply the same inputs, and each block copies half of the inputs to both.
+FP4's scales have a separate ring in shared memory, because one copy brings the scales of several steps. FP4's codes may
+have a separate ring, too, if steps have at most 64 bytes. Then one copy brings the codes of two steps. For experts may
+lie in host memory, and PCIe carries reads of 64 bytes at a lower rate than reads of 128 bytes. The two blocks of a
+cluster multiply the same inputs, and each block copies half of the inputs to both.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ REGISTERS = {2: (40, 232), 4: (24, 112)}
 class OutputTile(NamedTuple):
     """The location of an output tile's weights and inputs in global memory, as int32 indices."""
 
-    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, which the up projection's matrix follows
+    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, and the up projection's matrix is the next
     row: Any  # index of the tile's first row in the matrix
     input: Any  # index of the tile's first input, a row of the array of inputs; a multiple of 8
     column: Any = 0  # index of the tile's first column in the array of inputs
@@ -160,10 +161,10 @@ class DequantGemm:
     def overlaps(self) -> bool:
         """Whether a step's weights are unpacked while the products of the previous step still run.
 
-        With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights.
-        A step that is a single chunk of 64 columns does not overlap, since the weights of the next step would be loaded
-        into registers that the running products still read. A step of bfloat16 is such a single chunk, and so is an FP4
-        step of 32 bytes.
+        With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights. Steps
+        of bfloat16 and FP4 steps of 32 bytes do not overlap. Each of them is a single chunk of 64 columns, so that the
+        weights of the next step would be loaded into registers that the running products still read. No kernel
+        multiplies FP8 with four warpgroups.
         """
         return self.warpgroups == 4 and self.layout.bits < 16 and (self.layout.bits == 8 or self.step_bytes > 32)
 

@@ -270,8 +270,9 @@ def _multiply(sums, weights, inputs, chunk, chunks):
     size = len(sums)
     address = arith.addi(inputs, mlir.i64(chunk * 1024))
     address = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # The descriptor's lowest bits are the address, in units of 16 bytes. Bits 62 and up select the 128-byte swizzle,
-    # bits 32 and up are the stride between groups of 8 rows, in units of 16 bytes.
+    # The matrix descriptor of the inputs. Its lowest bits are the address, in units of 16 bytes. Bits 32 and up are the
+    # stride between groups of 8 rows, in the same units. Bits 62 and up select the 128-byte swizzle. Bits 16 and up are
+    # a stride that is not used with this swizzle.
     descriptor = arith.ori(address, mlir.i64((1 << 62) | ((chunks * 1024 >> 4) << 32) | (1 << 16)))
     registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]

@@ -98,7 +98,8 @@ class Product:
 class SkinnyScratch(NamedTuple):
     """Shared memory and barriers of a skinny GEMM: types to allocate outside the kernel, references inside it."""
 
-    # [stages, 64 or more, elements] weights or codes, an array for each dtype and number of bytes in a stage's rows
+    # [stages, 64 or more, elements] weights or codes: an array for each entry of `SkinnyGemm.row_bytes`, that is, for
+    # each dtype and number of elements that a row of a stage can have.
     codes_smem: Any
     weights_empty: Any  # a barrier for each stage
     weights_full: Any  # a barrier for each stage

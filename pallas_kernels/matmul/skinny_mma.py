@@ -1,9 +1,9 @@
 """Products of weights in shared memory with a few inputs, by the instruction `mma`: [64 rows, 8 inputs] at a time.
 
 A warp multiplies 16 rows, and a thread holds weights of two of these rows. Four threads share a row: each thread reads
-16 of 64 consecutive bytes, which are whole scale blocks of FP4. `mma` expects other columns in these threads, so
-`skinny_prologue` reorders the columns of the inputs in the same way. bfloat16 weights are read in the order of unpacked
-FP8, so that weights of both kinds can be multiplied with the same inputs.
+16 of 64 consecutive bytes. In FP4, 16 bytes are the 32 columns that have a common scale. `mma` expects other columns in
+these threads, so `skinny_prologue` reorders the columns of the inputs in the same way. bfloat16 weights are read in the
+order of unpacked FP8, so that weights of both kinds can be multiplied with the same inputs.
 """
 
 import dataclasses
@@ -170,8 +170,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         thread = mlir.thread()
         inner = thread & 3  # index of the thread among the four that share a row
         line = (thread % 32) >> 2  # index of this group of four threads in the warp
-        # `rows` are the addresses of the thread's two rows. If gated, these are row i of the tile's first half and row
-        # i of its second half.
+        # `first_row` is the address of the bytes that this thread reads in row 0 of the stage.
         if layout.bits == 16:
             # As in FP8's order, each of four threads reads 16 consecutive columns, 32 bytes. Two of them read the last
             # 16 bytes first, so that the four threads read from different banks.
@@ -187,6 +186,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
                 factors = functools.partial(_factors_of_tile, stage_format.row_scales)
             factors = factors(scales, thread, step, stage_units, gated)
             weights = functools.partial(_weights_fp, layout, factors)
+        # `rows` are the addresses of these bytes in the thread's two rows. If gated, the two rows are row i of the
+        # tile's first half and row i of its second half.
         if gated:
             row = first_row + (((thread >> 5) << 3) + line) * row_bytes
             rows = [row, row + HALF * row_bytes]

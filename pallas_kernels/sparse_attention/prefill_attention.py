@@ -137,7 +137,7 @@ class PrefillBuffers:
     Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
     """
 
-    # Queries of an item. The axis of size 1 is indexed by the `zero` of `_multiply_keys`.
+    # Queries of an item. The axis of size 1 exists so that `_multiply_keys` can index it.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     # Chunks of tiles. The warpgroup that adds a chunk's columns signals `keys_empty`. The result of an item overwrites
     # the chunks of the item's last tile, and is copied from there to global memory.
@@ -268,8 +268,9 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
             weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
-            # Both warpgroups that add have read the old weights in this stage, those of tile `first + t - 2`. For they
-            # release a tile's keys after they read its weights, and keys of this tile have replaced keys of that tile.
+            # The weights of this tile overwrite those of tile `first + t - 2`. Both add roles have read the latter:
+            # each role releases keys of a tile after it has read the tile's weights, and keys of both roles have been
+            # released, since keys of this tile have replaced them.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()
