@@ -232,7 +232,7 @@ class ExpertsProblem:
         return self.layout == FP4 and self.inner < MULTIPLIERS * MAX_SEGMENTS * FP4.segment
 
     def other_bytes(self, workers: int) -> int:
-        """Returns how many bytes of shared memory a block needs beside those of `gemm`, with `workers` blocks."""
+        """Returns how many bytes of shared memory a block needs beside those of `gemm`. `workers`: number of blocks."""
         return 8 * GROUP_WORDS * sum(self.max_groups(i, workers) for i in self.maps) + 2048
 
     @property
@@ -260,7 +260,9 @@ class ExpertsProblem:
         return MULTIPLIERS if i == DOWN and self.has_short_rows else 1
 
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
-        """Returns the indices of a block's first tiles. The tiles of the previous block end there.
+        """Returns the indices of a block's first tile of groups and first tile of the shared expert.
+
+        At these indices, the tiles of the preceding block end.
 
         The tiles of the shared expert are divided evenly among the blocks. The tiles of groups, which have fewer bits,
         are divided so that all blocks read about the same number of bytes.

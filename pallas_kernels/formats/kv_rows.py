@@ -238,7 +238,7 @@ def _positions(layout, shape, rows):
 
 
 def _pointer(ref, shape, row, group, column):
-    """Returns the address of the value at (row, group, column), for an array in registers of this shape."""
+    """Returns the address in `ref` of the value at (row, group, column). `shape` is that of the array in registers."""
     value = mlir.multiply_add(group, shape[2], column) if len(shape) == 3 else group
     offset = mlir.multiply_add(row, _width(ref), value)
     return mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset), _bits_type(ref))

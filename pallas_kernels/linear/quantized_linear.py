@@ -138,8 +138,9 @@ def quantized_linear(
     Args:
       x: [T, num_groups * K] bfloat16 activations, T up to 32, or up to 16 with a norm.
       weights: matrices whose rows, one matrix after the other, form the weight. Each is [M, K] bfloat16, or a pair of
-        E4M3 codes [M, K] uint8 and E8M0 scales [M / scale_block, K / scale_block] uint8, one for each block of codes. K
-        is a multiple of 256, or if `scale_block` is 32, of 64.
+        E4M3 codes [M, K] uint8 and E8M0 scales [M / scale_block, K / scale_block] uint8, rounded up, one for each block
+        of codes. K is a multiple of 256, or of 64 if all matrices have codes and `scale_block` is 32. If there are both
+        codes and bfloat16 weights, K is a multiple of 512, or of 128 if `scale_block` is 32.
       norm: [K] float32 weight of an RMS norm, or None. If given, each row of x is normalized and rounded first, and
         `spec.num_groups` is 1.
       layer: [] int32 index of this layer if all weights and the norm have a leading axis of layers, else None.
@@ -248,7 +249,7 @@ class QuantizedLinearProblem:
         """
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
-        # The size of the tiles of all preceding clusters. The unit is the size of a tile with one bit per weight.
+        # The total size of the tiles of all preceding clusters, in units of a tile with one bit per weight.
         begin = divide(worker * sum(bits), np.int32(self.config.workers))
         tile = 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):

@@ -64,7 +64,7 @@ class WeightLayout:
 
     @property
     def min_segments(self) -> int:
-        """The number of segments that are multiplied together: 2 of bfloat16, with as many columns as 1 of FP8."""
+        """The number of segments that are multiplied at a time: 1, or for bfloat16 2, as many columns as 1 of FP8."""
         return 2 if self.bits == 16 else 1
 
     @property

@@ -173,7 +173,7 @@ def _fill_groups(ids, sizes, padded, i):
 
 
 def _start_groups(ids, filled, first_groups, sums):
-    """Stores the index of each expert's first group at address `first_groups`. A thread does this for its experts.
+    """Stores the index of the first group of each of this thread's experts at address `first_groups`.
 
     `filled` lists the number of groups of each of the thread's experts. `sums` is the address of scratch memory, a word
     for each warp. Returns the number of groups of all experts.

@@ -436,7 +436,7 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (index of the warpgroup's i-th stage among the tile's stages, its index among a row's stages)."""
+        """Returns two indices of the warpgroup's i-th stage: among the stages of the tile, and among those of a row."""
         if self.product.whole_rows:
             return i * MULTIPLIERS + first, i
         per_step = self.gemm.stages_per_step
@@ -471,7 +471,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
     warpgroup = steps.warpgroup
 
     def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
-        """Loads the inputs of the product's tiles from here on, see `Product.load_inputs`."""
+        """Loads the inputs of this tile and of later tiles with the same inputs, see `Product.load_inputs`."""
         if norm:
             _, factors_smem = norm
             skinny_prologue.store_factors(factors_smem, source_gmem, eps, warpgroup)
@@ -566,7 +566,10 @@ def _load_scales(steps, tile):
 
 
 def _add_in_turn(steps, refs, acc, turn, slot):
-    """Adds a warpgroup's partial sums to a slot of `sums_smem`, after the warpgroups with lower turns did."""
+    """Adds a warpgroup's partial sums to a slot of `sums_smem`, when the warpgroups with lower turns have done so.
+
+    `turn` is the warpgroup's place in the order of addition, 0 to 3.
+    """
     place = refs.sums_smem.at[slot, 0]
     takes_turns = steps.gemm.takes_turns
     if takes_turns:

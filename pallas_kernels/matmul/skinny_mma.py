@@ -238,7 +238,7 @@ def _weights_fp(layout, factors, segment, places, half=False):
 
     Args:
       layout: storage of the weights.
-      factors: the function that `_factors_fp4` or a like function returned.
+      factors: result of `_factors_fp4`, or of one of the other functions `_factors_*`.
       segment: index of the segment in the stage.
       places: addresses of the thread's codes of both rows.
       half: whether this is a half segment, which FP4 stages with `_factors_of_tile` may end with.
@@ -268,7 +268,8 @@ def _weights_bf16(late, segment, places, half=False):
 def _factors_fp4(scales, thread, step, stage_units, gated):
     """Returns a function that maps a segment's index in the stage to two factors, one for each row of the thread.
 
-    A factor is a word of two equal bfloat16. `stage_units` is the number of units of 32 columns of a stage.
+    A factor is a word of two equal bfloat16: the scale of the thread's columns times 2**(126 - 32). Its products with
+    the results of `e2m1_pairs` are the unpacked weights. `stage_units` is the number of units of 32 columns of a stage.
     """
     line = (thread % 32) >> 2
     inner = thread & 3
@@ -305,7 +306,7 @@ def _factors_of_tile(row_scales, scales, thread, step, stage_units, gated):
 
 
 def _factors_fp8(scales, thread, step, stage_units, gated):
-    """Returns a function like that of `_factors_fp4`, for FP8. `scales` is the result of `load_scales`."""
+    """Returns a function like that of `_factors_fp4`, for FP8 and `e4m3_pairs`. `scales` is from `load_scales`."""
     word = U32(mlir.scalar(scales))
 
     def factors(segment):

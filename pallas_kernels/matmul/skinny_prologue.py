@@ -132,7 +132,7 @@ def _emit_load_inputs(
     copied, eights = (count // 8 for count in columns)  # counted in pieces of 8 columns, 16 bytes
     threads = MULTIPLIERS * mlir.THREADS
     # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them.
-    # This number is lower with a norm or with scales of small blocks, which take registers.
+    # `rows_at_once` is lower with a norm or with scales of small blocks, which take registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
     fewer = 4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1

@@ -318,7 +318,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         keys_smem = buffers.keys_smem.at[stage]
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
-        # `zero` is always 0, but the compiler does not know that, see `store_unit`. It is needed only for two layouts.
+        # `zero` is always 0, but the compiler does not know that, see `store_unit`. With one layout it is not needed.
         zero = None if layouts[0] == layouts[1] else lax.shift_right_logical(tile, jnp.int32(30))
         for i in range(addresses.units):
             first_row = jnp.int32((addresses.first_unit + i) * UNIT)
