@@ -58,14 +58,14 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
         stop_tokens = config.eos_token_id if grammars else [3] * (i % 2)
         engine.add([i % 200, 2], max_new_tokens=length, seed=i, stop_tokens=stop_tokens, sampling=sampling, **params)
     launch = step_launch.launch
-    calls = []
-    totals = []
+    call_seconds = []
+    step_seconds = []
 
     def timed_launch(program, *args, **options):
         def timed(*args, **options):
             begin = time.thread_time()
             results = program(*args, **options)
-            calls.append(time.thread_time() - begin)
+            call_seconds.append(time.thread_time() - begin)
             return results
 
         return launch(timed, *args, **options)
@@ -74,22 +74,22 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
         for _ in range(count):
             begin = time.thread_time()
             outputs = engine.step()
-            totals.append(time.thread_time() - begin)
+            step_seconds.append(time.thread_time() - begin)
             assert not outputs or len(outputs) == requests
 
     run(10)
     step_launch.launch = timed_launch
-    totals.clear()
+    step_seconds.clear()
     run(steps)
     step_launch.launch = launch
-    total = 1e3 * np.array(totals)
-    call = 1e3 * np.array(calls)
+    step_ms = 1e3 * np.array(step_seconds)
+    call_ms = 1e3 * np.array(call_seconds)
     if profile:
         with cProfile.Profile(time.thread_time) as profiler:
             run(steps)
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
-    result = {"step": np.median(total), "call": np.median(call), "bookkeeping": np.median(total - call)}
-    result |= {"least_bookkeeping": (total - call).min()}
+    result = {"step": np.median(step_ms), "call": np.median(call_ms), "bookkeeping": np.median(step_ms - call_ms)}
+    result |= {"least_bookkeeping": (step_ms - call_ms).min()}
     return {name: round(float(value), 3) for name, value in result.items()}
 
 

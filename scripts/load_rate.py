@@ -47,16 +47,16 @@ def load_rate(
         content = describe_storage(release_config(config), "quantized", config.weight_block)
         write_checkpoint(folder, content, stored_tensors(config), random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
-        experts = expert_bytes(expert_memory, None)  # before JAX starts
+        expert_budget = expert_bytes(expert_memory, None)  # before JAX starts
         devices = make_mesh(parse_mesh(mesh))
         loads = []
         for _ in range(times):
             start = time.perf_counter()
             with PeakMemory() as memory:
-                where: dict[str, Any] = {"mesh": devices}
-                if experts is not None:
-                    where = {"expert_memory": ExpertMemory(None if experts == "auto" else experts)}
-                model = load_checkpoint(folder, config, weights="quantized", **where)
+                placement: dict[str, Any] = {"mesh": devices}
+                if expert_budget is not None:
+                    placement = {"expert_memory": ExpertMemory(None if expert_budget == "auto" else expert_budget)}
+                model = load_checkpoint(folder, config, weights="quantized", **placement)
                 jax.block_until_ready(model)
             seconds = time.perf_counter() - start
             loads.append({"seconds": seconds, "rate": size / seconds, "host_bytes": memory.peak})

@@ -261,12 +261,13 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
         rollout = roll_out(engine, recipe, iteration, version=iteration * recipe.updates)
         rolled_out = time.monotonic()
         metrics = [learner.update(rollout, engine) for _ in range(recipe.updates)]
-        lines.append(metrics[0] | {"iteration": iteration, "reward": float(rollout.rewards.mean())})
-        lines[-1] |= {"seconds_rollout": rolled_out - begin, "seconds_training": time.monotonic() - rolled_out}
-        lines[-1]["untrained"] = float(roll_out(untrained, recipe, iteration, version=0).rewards.mean())
-        lines[-1]["preemptions"] = engine.metrics.preemptions
+        line = metrics[0] | {"iteration": iteration, "reward": float(rollout.rewards.mean())}
+        line |= {"seconds_rollout": rolled_out - begin, "seconds_training": time.monotonic() - rolled_out}
+        line["untrained"] = float(roll_out(untrained, recipe, iteration, version=0).rewards.mean())
+        line["preemptions"] = engine.metrics.preemptions
+        lines.append(line)
         if console is not None:
-            console.print({name: round(value, 4) for name, value in lines[-1].items()})
+            console.print({name: round(value, 4) for name, value in line.items()})
         if folder is not None and checkpoints is not None:
             (folder / "log.json").write_text(json.dumps(lines))
             checkpoints.save(iteration + 1, args=ocp.args.StandardSave(learner.state))

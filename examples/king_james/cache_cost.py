@@ -107,7 +107,9 @@ class CacheCost:
             starts = np.linspace(0, len(held_out), self.needle_rows, endpoint=False, dtype=int)
             rows = [test_row(rng, np.roll(held_out, -start), self.distances, self.pairs) for start in starts]
             cases = [
-                case for case in _cases(model, len(rows[0].ids)) if case[1] == _OWN or case[:2] == ("plain", _WINDOW)
+                (form, attended, topk, window_only)
+                for form, attended, topk, window_only in _cases(model, len(rows[0].ids))
+                if attended == _OWN or (form == "plain" and attended == _WINDOW)
             ]
             for case in track(cases, "Needles", console=Console(stderr=True)):
                 report["needles"].append(self._find(model, rows, *case))

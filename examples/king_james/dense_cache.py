@@ -288,9 +288,9 @@ class DenseHandle:
         dtype = self.cache.schema.dtype
         pooled = round_to(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2), dtype).astype(jnp.float32)
         normed = round_to(weights.norm_weight[None, None, :] * rms_normalize(pooled, weights.eps), dtype)
-        first = jnp.tile(jnp.arange(entries, dtype=jnp.int32) * rate, normed.shape[0])
+        first_positions = jnp.tile(jnp.arange(entries, dtype=jnp.int32) * rate, normed.shape[0])
         flat = normed.reshape(-1, normed.shape[-1])
-        return ops.apply_rope(flat, first, weights.inv_freq).reshape(normed.shape)
+        return ops.apply_rope(flat, first_positions, weights.inv_freq).reshape(normed.shape)
 
     def _rounded(self, x, codec: RowCodec):
         """Returns rows x as the paged cache would return them after a store, if `quantize` is set; otherwise x."""

@@ -51,10 +51,10 @@ def draft_losses(
     for number, weight in enumerate(_WEIGHTS, 1):
         # Drafts at the last tokens are for bytes past the end of the excerpt, and do not count.
         inside = jnp.arange(shape[1])[None, :] + number < shape[1]
-        after = jnp.roll(ids[:, 1:], 1 - number, axis=1)
-        step = dataclasses.replace(batch, token_ids=after.reshape(-1), positions=batch.positions + number - 1)
+        tokens = jnp.roll(ids[:, 1:], 1 - number, axis=1)
+        pass_batch = dataclasses.replace(batch, token_ids=tokens.reshape(-1), positions=batch.positions + number - 1)
         cache = dataclasses.replace(cache, pass_number=number - 1)
-        hidden, streams, cache = model.drafts(model, streams, cache, step)
+        hidden, streams, cache = model.drafts(model, streams, cache, pass_batch)
         logits = model.logits(hidden).reshape(*shape, -1)
         target = jnp.roll(model_logits, -number, axis=1)
         loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(target))

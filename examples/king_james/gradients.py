@@ -187,8 +187,8 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
     gradients = {}
     experts = None
     for name in formats:
-        gradients[name], found = jax.jit(jax.grad(paged, has_aux=True), static_argnames="name")(trained, name=name)
-        experts = found if name == "dense" else experts
+        gradients[name], selected = jax.jit(jax.grad(paged, has_aux=True), static_argnames="name")(trained, name=name)
+        experts = selected if name == "dense" else experts
     logits = jax.jit(lambda tensors: forward["dense"](tensors | fixed, experts)[0])
 
     def losses(tensors):
@@ -207,9 +207,9 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
             # A smaller step crosses fewer kinks of ReLUs.
             result[path] = _finite(index_loss, trained, path, references["dense"][path], directions, STEP / 10)
             continue
-        found = _finite(losses, trained, path, gradients["dense"][path], directions)
+        difference = _finite(losses, trained, path, gradients["dense"][path], directions)
         others = {name: _largest(gradients[name][path], references[name][path]) for name in formats}
-        result[path] = dataclasses.replace(found, **others)
+        result[path] = dataclasses.replace(difference, **others)
     return result
 
 
@@ -235,16 +235,15 @@ def _finite(losses, tensors, path, gradient, directions, largest_step=STEP):
     return Difference(norm, worst)
 
 
-def _largest(found, reference):
-    return float(np.abs(found - reference).max() / np.abs(reference).max())
+def _largest(gradient, reference):
+    return float(np.abs(gradient - reference).max() / np.abs(reference).max())
 
 
 def page(differences: dict[str, Difference], tokens: int) -> str:
     """Returns the page of docs/notes."""
-    learning = [found for path, found in differences.items() if INDEXER not in path]
-    summary = {
-        name: max(getattr(found, name) for found in learning) for name in ("finite", "dense", "v4", "fake_quant")
-    }
+    trained = [difference for path, difference in differences.items() if INDEXER not in path]
+    names = ("finite", "dense", "v4", "fake_quant")
+    summary = {name: max(getattr(difference, name) for difference in trained) for name in names}
     return HEAD.format(tokens=tokens, count=len(differences), **summary) + table(differences)
 
 

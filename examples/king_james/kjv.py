@@ -99,20 +99,20 @@ def _lzw(data: bytes, size: int) -> bytes:
     # The loop ends when `out` has `size` bytes, because padding may follow the last code.
     table = [bytes([i]) for i in range(256)] + [b""]
     out = bytearray()
-    last = b""
+    previous = b""
     bits = 9
-    at = 0
-    while len(out) < size and at + bits <= 8 * len(data):
-        code = int.from_bytes(data[at >> 3 : (at >> 3) + 4], "little") >> (at & 7) & (1 << bits) - 1
-        at += bits
+    bit = 0
+    while len(out) < size and bit + bits <= 8 * len(data):
+        code = int.from_bytes(data[bit >> 3 : (bit >> 3) + 4], "little") >> (bit & 7) & (1 << bits) - 1
+        bit += bits
         if code == _CLEAR:
             break
-        if code > len(table) or (code == len(table) and not last):
+        if code > len(table) or (code == len(table) and not previous):
             raise ValueError("bible.data is damaged: a code before its entry")
-        entry = table[code] if code < len(table) else last + last[:1]
-        if last:
-            table.append(last + entry[:1])
+        entry = table[code] if code < len(table) else previous + previous[:1]
+        if previous:
+            table.append(previous + entry[:1])
         out += entry
-        last = entry
+        previous = entry
         bits = max(bits, len(table).bit_length())
     return bytes(out)

@@ -43,21 +43,21 @@ def plant(rng: np.random.Generator, text: np.ndarray, length: int, mentions: lis
     values = rng.integers(ord("0"), ord("9") + 1, (len(mentions), DIGITS))
     words = np.append(np.flatnonzero(text == ord(" ")) + 1, len(text))
     row = [kjv.BOS]
-    read = 0
+    copied = 0
     answers = []
     distances = []
-    last: dict[int, int] = {}
+    previous: dict[int, int] = {}
     for place, pair in sorted((place, pair) for pair, places in enumerate(mentions) for place in places):
-        until = words[np.searchsorted(words, read + max(place - len(row), 0))]
-        row += text[read:until].tolist()
-        read = until
-        value = len(row) + LETTERS
+        next_word = words[np.searchsorted(words, copied + max(place - len(row), 0))]
+        row += text[copied:next_word].tolist()
+        copied = next_word
+        value_place = len(row) + LETTERS
         row += [*letters[pair].tolist(), *values[pair].tolist(), ord(" ")]
-        if pair in last and value + DIGITS <= length:
-            answers.append(value)
-            distances.append(value - last[pair])
-        last[pair] = value
-    ids = np.array(row + text[read:].tolist(), np.int32)[:length]
+        if pair in previous and value_place + DIGITS <= length:
+            answers.append(value_place)
+            distances.append(value_place - previous[pair])
+        previous[pair] = value_place
+    ids = np.array(row + text[copied:].tolist(), np.int32)[:length]
     return Planted(ids, np.array(answers, np.int64), np.array(distances, np.int64))
 
 
@@ -81,8 +81,8 @@ def training_row(
             if gap <= room:
                 gaps.append(gap)
                 room -= gap
-        first = rng.uniform(1, length - PAIR - sum(gaps))
-        mentions.append((first + np.cumsum([0, *gaps])).astype(int).tolist())
+        start = rng.uniform(1, length - PAIR - sum(gaps))
+        mentions.append((start + np.cumsum([0, *gaps])).astype(int).tolist())
     planted = plant(rng, text, length, mentions)
     weights = np.ones(length, np.float32)
     weights[_digits(planted.ids)] = 0

@@ -292,8 +292,8 @@ class ExpertsProblem:
         # Bytes are balanced only if a block's share is at least one tile of the shared expert. With smaller shares, a
         # block with such a tile would need a negative number of tiles of groups.
         balanced = total >= shared_bits * workers
-        first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
-        return first * together, shared_first
+        routed_first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
+        return routed_first * together, shared_first
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the maximum number of groups to which a block's tiles of map `i` belong, with `workers` blocks."""

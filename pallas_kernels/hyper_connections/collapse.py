@@ -235,8 +235,8 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         totals = []
         chunks = range(p.slices * p.tokens_each // WARPS)
         for begin in chunks[::MAX_LOADS]:
-            loads = chunks[begin : begin + MAX_LOADS]
-            places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in loads]
+            loaded_chunks = chunks[begin : begin + MAX_LOADS]
+            places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in loaded_chunks]
             loaded = [vectors.load(partials_gmem.at[row, pl.ds(i * THREADS, THREADS)]) for row, i in places]
             totals.append(_pairwise_sum(loaded))
         sums = _pairwise_sum(totals)

@@ -259,10 +259,10 @@ def _emit_mxfp4_words(x, layout):
         value = multiply(multiply(rounded | (value & 0x80008000), step), (127 + TOP - 120) * 0x00800080)
         codes_of_pairs.append(((value >> 4) & 0x007F007F) | ((value >> 8) & 0x00800080))
     codes_of_fours = []
-    for first in range(0, len(codes_of_pairs), 4):
+    for start in range(0, len(codes_of_pairs), 4):
         # Turns words with pairs of dims i and i + 4 into words of dims 0 .. 3 and of dims 4 .. 7.
-        low = codes_of_pairs[first] | (codes_of_pairs[first + 1] << 8)
-        high = codes_of_pairs[first + 2] | (codes_of_pairs[first + 3] << 8)
+        low = codes_of_pairs[start] | (codes_of_pairs[start + 1] << 8)
+        high = codes_of_pairs[start + 2] | (codes_of_pairs[start + 3] << 8)
         codes_of_fours += [halves(low, high, i) for i in range(2)]
     return codes_of_fours, [top]
 

@@ -186,10 +186,10 @@ def _far_sums(keys, queries, weights, token):
             # The 128-byte swizzle of the queries XORs the index of a piece of 16 bytes of a head with the head's index
             # modulo 8.
             places = [first_query + i * (8 * DIM) + ((head ^ (2 * word + half)) << 4) for half in range(2)]
-            first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
+            first_four, last_four = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
             # Converts 8 values of a query to pairs of values i and i + 4, as `e2m1_pairs` does for keys. `e4m3_pairs`
             # returns values times 2**-120, and the product removes this factor.
-            q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
+            q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first_four, last_four, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
@@ -259,9 +259,9 @@ def _add_quads(sums, lane):
     lanes the total of the second key.
     """
     odd = (lane & 1) > 0
-    first, second = sums
-    kept = arith.select(odd.value, second, first)
-    sent = arith.select(odd.value, first, second)
+    first_key, second_key = sums
+    kept = arith.select(odd.value, second_key, first_key)
+    sent = arith.select(odd.value, first_key, second_key)
     total = arith.addf(kept, mgpu.utils.shfl_bfly(sent, 1))
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 

@@ -393,10 +393,10 @@ class RadixSelect:
             return visit(ops.load(keys + i * (128 * warps)), *carried)
 
         # The thread visits the keys with indices `number`, `number + stride`, .. below `count`. There are
-        # `left // stride` such keys.
+        # `remaining // stride` such keys.
         stride = 32 * warps
-        left = count + (stride - 1) - number.minimum(count + (stride - 1))
-        return block, ops.loop(left // stride, visit_key, *carried)
+        remaining = count + (stride - 1) - number.minimum(count + (stride - 1))
+        return block, ops.loop(remaining // stride, visit_key, *carried)
 
     @_for_thread
     def find(self, number: int, rank, shared):

@@ -328,22 +328,22 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
             exchange.add_up(end_tile - first_tile, lambda n, total: store(first_tile + n, total))
 
 
-def _product(p, weight, place, own, split, load_inputs, finish):
+def _product(p, weight, matrix_tiles, block_tiles, split, load_inputs, finish):
     """Returns the `Product` that describes a block's tiles of one matrix.
 
     Args:
       p: description of the launch.
       weight: (layout, codes or weights, scales or None) of the matrix.
-      place: (number of tiles of the preceding matrices, number of tiles of this matrix).
-      own: (index of the block's first tile in this matrix, index after its last one).
+      matrix_tiles: (number of tiles of the preceding matrices, number of tiles of this matrix).
+      block_tiles: (index of the block's first tile in this matrix, index after its last one).
       split: index of the block in its cluster, which selects the block's columns.
       load_inputs, finish: as in `Product`, but with the index of a tile among the tiles of all matrices.
     """
     layout, codes_gmem, scales_gmem = weight
     gated = p.limit is not None
     depth = p.depth // p.config.splits
-    above, tiles = place
-    begin, end = own
+    tiles_above, tiles = matrix_tiles
+    begin, end = block_tiles
 
     def rows_of(n):
         # Blocks without a tile of this matrix call this function, too. The minimum keeps their rows inside the matrix.
@@ -359,8 +359,8 @@ def _product(p, weight, place, own, split, load_inputs, finish):
         first_column=split * depth,
         gated=gated,
         rows_of=rows_of,
-        load_inputs=lambda n, load: load_inputs(above + (begin + n), load),
-        finish=lambda n, sums: finish(above + (begin + n), sums),
+        load_inputs=lambda n, load: load_inputs(tiles_above + (begin + n), load),
+        finish=lambda n, sums: finish(tiles_above + (begin + n), sums),
     )
 
 

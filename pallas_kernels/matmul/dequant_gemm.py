@@ -124,8 +124,8 @@ class DequantGemm:
         Shared memory has room for FP4 steps of 128 bytes only if a tile has few inputs. FP8 steps have 64 bytes. Steps
         are shorter if a row would not have a whole number of them.
         """
-        most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
-        return math.gcd(most, self.depth * self.layout.bits // 8)
+        max_bytes = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
+        return math.gcd(max_bytes, self.depth * self.layout.bits // 8)
 
     @property
     def code_steps(self) -> int:
@@ -324,8 +324,17 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     if refs.codes_full is not None:
         codes_slot = barriers.turn(refs.codes_full, lax.div(i, code_steps))
         pl.when(lax.rem(i, code_steps) == 0)(lambda: plgpu.barrier_wait(refs.codes_full.at[codes_slot]))
-    tiles = refs.codes_smem.at[codes_slot], scales_smem, scale_at, refs.inputs_smem.at[stage]
-    acc = dequant_wgmma.multiply_tile(acc, *tiles, warpgroup, gemm.layout, gemm.gated, not gemm.overlaps)
+    acc = dequant_wgmma.multiply_tile(
+        acc,
+        refs.codes_smem.at[codes_slot],
+        scales_smem,
+        scale_at,
+        refs.inputs_smem.at[stage],
+        warpgroup,
+        gemm.layout,
+        gemm.gated,
+        not gemm.overlaps,
+    )
     if refs.codes_full is not None:
         pl.when(lax.rem(i, code_steps) == code_steps - 1)(lambda: barriers.release(refs.codes_empty.at[codes_slot]))
     if gemm.overlaps:
@@ -351,14 +360,14 @@ def _fp8_scales(gemm, operands, tile, step, warpgroup):
 
 def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
     """Does the work of `_fp8_scales` for blocks of 32 x 32 values. `column` is the index of the step's first block."""
-    last = operands.scales_gmem.shape[1] - 1
-    first = lax.div(tile.row, HALF)
-    halves = [(tile.matrix, first + 2 * warpgroup), (tile.matrix, first + 2 * warpgroup + 1)]
+    last_row = operands.scales_gmem.shape[1] - 1
+    first_half = lax.div(tile.row, HALF)
+    halves = [(tile.matrix, first_half + 2 * warpgroup), (tile.matrix, first_half + 2 * warpgroup + 1)]
     if gemm.gated:
-        halves = [(tile.matrix + i, first + warpgroup) for i in range(2)]
+        halves = [(tile.matrix + i, first_half + warpgroup) for i in range(2)]
     word = jnp.int32(0)
     for half, (matrix, row) in enumerate(halves):
         for block in range(2):
-            scale = operands.scales_gmem[matrix, jnp.minimum(row, last), column + block].astype(jnp.int32)
+            scale = operands.scales_gmem[matrix, jnp.minimum(row, last_row), column + block].astype(jnp.int32)
             word |= scale << (16 * half + 8 * block)
     return word

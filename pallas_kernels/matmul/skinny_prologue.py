@@ -135,8 +135,8 @@ def _emit_load_inputs(
     # `rows_at_once` is lower with a norm or with scales of small blocks, which take registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
-    fewer = 4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1
-    rows_at_once = min(-(-count // lines), COLUMNS // fewer)
+    max_rows = COLUMNS // (4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1)
+    rows_at_once = min(-(-count // lines), max_rows)
     thread = mlir.thread() + warpgroup * mlir.THREADS
     target = thread_ops.shared(inputs_smem)
     width = source_gmem.type.shape[1]
