@@ -34,11 +34,11 @@ class NoModel:
 
 
 def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **options: Any) -> dict[str, float]:
-    """Returns the CPU time that a step takes of Python's thread, in milliseconds.
+    """Measures the CPU time that Python's main thread uses for a step, in milliseconds.
 
     Returns:
-      Medians over the steps: "step" of the whole step, "call" of the call of the compiled program, "bookkeeping" of
-      everything else. "least_bookkeeping" is the minimum of the latter.
+      {"step": median over the steps of the time of a step, "call": that of the call of the compiled program,
+      "bookkeeping": that of the rest of the step, "least_bookkeeping": the minimum over the steps of this rest}.
     """
     config = read_config(packaged_checkpoint())
     length = 4 + 3 * (steps + 10)

@@ -49,8 +49,8 @@ An indexer's parameters have no gradient here, as [expected](../differentiable.m
 """
 # Parameters that only select entries; a selection has no gradient. The dense cache's index loss trains them.
 INDEXER = "indexer"
-# Limits a step of central differences: it changes the loss by about STEP at most, and the values of a parameter by STEP
-# times their root mean square, or times 0.1 if that is more.
+# Limit of a step of central differences. A step changes the loss by at most about STEP. It changes a parameter's values
+# by at most STEP times their root mean square, or STEP times 0.1 if the root mean square is below 0.1.
 STEP = 1e-2
 
 
@@ -109,8 +109,8 @@ def paged_forward(
 ) -> Callable[[Tensors, Decisions | None], tuple[Float[Array, "S V"], Decisions]]:
     """Returns a function (parameters, experts) -> (logits, experts) that runs a model over `ids` with a paged cache.
 
-    The argument `experts` are the experts that each token takes; None: those that the model selects. The function
-    returns the experts that were taken.
+    The argument `experts` says which experts each token takes; if it is None, the model selects them. The result
+    `experts` says which ones were taken.
     """
     sizes = {"num_blocks": -(-len(ids) // 128), "max_requests": 1, "max_context": -(-len(ids) // 128) * 128}
     manager = KVCacheManager(config, kv_format=kv_format, dtype=jnp.float32, **sizes)

@@ -586,8 +586,8 @@ class RadixSelect:
     def _exchange_totals(self, above, tied, shared):
         """Sends the numbers of this block's marks in the bitmaps `above` and `ties` to all blocks of the cluster.
 
-        If `shared`, all blocks know these numbers already. If block 0 processes the row alone, it only stores its own
-        numbers.
+        Sends nothing if `shared`, because all blocks then know the numbers already. If block 0 processes the row alone,
+        it only stores its own numbers.
         """
         plan = self.plan
         with ops.when((shared | self.alone).equals(0)):
@@ -620,7 +620,7 @@ class RadixSelect:
             selected_ties = (tied < ties).where(tie_bits, 0)
             above = above + ops.count_bits(above_bits)
             tied = tied + ops.count_bits(tie_bits)
-            # The last ties of this word are surplus if, with them, the row would have more than `ties` selected ties.
+            # Only the row's first `ties` ties are selected. Of this word's ties, the last `surplus` ones are too many.
             surplus = ops.count_bits(selected_ties).minimum(tied - tied.minimum(ties))
             (selected_ties,) = ops.loop(surplus, lambda _, bits: [bits ^ ops.highest_bit(bits)], selected_ties)
 

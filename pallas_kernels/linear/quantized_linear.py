@@ -365,9 +365,9 @@ def _product(p, weight, matrix_tiles, block_tiles, split, load_inputs, finish):
 
 
 def _store(p, outs_gmem, tile, sums):
-    """Writes a tile, 64 rows of the product, or SwiGLU of the tile, to the output that contains these rows.
+    """Writes a tile of 64 rows of the product to the output that contains these rows; with a limit, writes its SwiGLU.
 
-    `sums` [64, tokens] float32 are 2**-32 times the product.
+    `sums` [64, tokens] float32 are 2**-32 times the tile.
     """
     if p.limit is not None:
         epilogue.store_few(outs_gmem[0], sums, tile, limit=p.limit)

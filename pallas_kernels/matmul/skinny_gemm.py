@@ -139,7 +139,7 @@ class SkinnyGemm:
     step_segments: int  # number of segments of a step, a multiple of `segments`; see `most_segments`
     places: int = MULTIPLIERS  # number of places for a tile's partial sums: one for each warpgroup, or 1 to save memory
     max_stages: int = MAX_STAGES  # largest number of stages of weights in shared memory
-    short_rows: tuple[int, ...] = ()  # numbers of columns of further matrices, FP4 with `Product.whole_rows`
+    short_rows: tuple[int, ...] = ()  # numbers of columns of the FP4 matrices whose products have `whole_rows`
 
     @property
     def depth(self) -> int:

@@ -40,8 +40,8 @@ class StageFormat:
     step_segments: int  # number of segments of a step; one warpgroup multiplies all stages of the step
     # FP4: number of scales of a row, if all scales of a tile were copied together; otherwise 0.
     row_scales: int
-    # Whether a stage is stored as tiles [32, elements]. Then each matrix has whole steps, because a copy with tiles may
-    # not go past the end of a row.
+    # Whether a stage is stored as tiles [32, elements]. If so, each matrix has a whole number of steps, because a copy
+    # with tiles may not go past the end of a row.
     has_tiles: bool
 
     def transforms(self, elements: int) -> tuple[Any, ...]:
@@ -220,7 +220,7 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
         sums = thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
         if not has_half:
             return sums
-        # In the last half of a segment, each thread reads 8 bytes, and two threads share a scale.
+        # In the half segment at the end of the stage, each thread reads 8 bytes, and two threads share a scale.
         places = [row + segments * SEGMENT - (inner << 3) for row in rows]
         half_inputs = stage_inputs + segments * (segment_units << 9)
         return add_units(sums, half_inputs, weights(segments, places, half=True))
@@ -306,7 +306,10 @@ def _factors_of_tile(row_scales, scales, thread, stage, stage_units, gated):
 
 
 def _factors_fp8(scales, thread, stage, stage_units, gated):
-    """Returns a function like that of `_factors_fp4`, for FP8 and `e4m3_pairs`. `scales` is from `load_scales`."""
+    """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 128 columns.
+
+    A factor's products with the results of `e4m3_pairs` are the unpacked weights. `scales` is from `load_scales`.
+    """
     word = U32(mlir.scalar(scales))
 
     def factors(segment):
@@ -323,7 +326,8 @@ def _factors_fp8(scales, thread, stage, stage_units, gated):
 def _factors_fp8_32(step_segments, scales, thread, stage, stage_units, gated):
     """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 32 columns."""
     word = U32(mlir.scalar(scales))
-    # Of the four threads that share a row, two read the first block of a segment, and two the second block.
+    # `block` and `half` are bit offsets in a lane's word of scales, see `load_scales`. Of the four threads that share a
+    # row, two read the first block of a segment, and two the second block.
     block = ((thread & 3) >> 1) << 3
     # Without a gate, both rows of a thread are in the same half of the tile.
     half = U32(0) if gated else (thread >> 6) << 4

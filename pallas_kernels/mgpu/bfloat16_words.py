@@ -109,7 +109,7 @@ def e2m1_pairs(word: U32) -> list[U32]:
     """
     pairs = []
     for signs, others in (word << 8, word << 2), (word, word >> 6):
-        # `lop3` computes signs & mask | others & ~mask in one instruction; compilers emit more for this expression.
+        # `lop3` computes signs & mask | others & ~mask in one instruction. For the expression, compilers emit several.
         both = thread_ops.pure("lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", signs, others)
         pairs += [(both << 4) & 0x81C081C0, both & 0x81C081C0]
     return pairs

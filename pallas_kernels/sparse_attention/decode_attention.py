@@ -60,9 +60,9 @@ class Config:
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
         """Chooses the number of KV splits for an H100.
 
-        The largest number of splits, up to 66, with which all blocks run at once decides how many tiles a split has.
-        The result is the smallest number of splits with which a split has no more tiles than that. So a token with the
-        maximum number of tiles has no empty split.
+        With the largest number of splits, up to 66, with which all blocks run at once, a split has up to n tiles. The
+        result is the smallest number of splits that have up to n tiles each. So a token with the maximum number of
+        tiles has no empty split.
         """
         tiles = problem.max_tiles
         # Combining more than 66 splits takes more time than the additional blocks save.

@@ -115,7 +115,7 @@ def check_layouts(layouts: RowLayouts) -> None:
 
 
 def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the arrays that rows of E2M1 codes fill in a unit whose layouts are E4M3 codes and E2M1 codes."""
+    """Returns the arrays (codes, scales) that E2M1 rows fill in a unit that can hold either E4M3 or E2M1 rows."""
     return unit[:2]
 
 
