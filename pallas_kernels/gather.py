@@ -128,9 +128,9 @@ def gather_swa_kv(
         token = lax.div(item, window)
         distance = window - 1 - lax.rem(item, window)
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
-        last = kv_rows.load_rows(positions_gmem, token, item.shape)
-        position = last - distance
-        valid = (slot >= 0) & (last >= 0) & (position >= 0)
+        token_position = kv_rows.load_rows(positions_gmem, token, item.shape)
+        position = token_position - distance
+        valid = (slot >= 0) & (token_position >= 0) & (position >= 0)
         slot = jnp.clip(slot, 0, num_slots - 1)
         position = jnp.maximum(position, 0)
         return (layer * num_slots + slot) * ring + lax.rem(position, ring), valid

@@ -144,12 +144,12 @@ def roll_out(engine: Engine, recipe: Recipe, iteration: int, version: int) -> Ro
     seeds = rng.integers(2**31, size=(recipe.prompts, recipe.group)).tolist()
     options: Any = {"max_new_tokens": recipe.new_tokens, "sampling": SamplingParams(temperature=1.0)}
     parents = []
-    for prompt, row in zip(prompts, seeds, strict=True):
-        parents.append(engine.add(prompt, seed=row[0], **options))
+    for prompt, group_seeds in zip(prompts, seeds, strict=True):
+        parents.append(engine.add(prompt, seed=group_seeds[0], **options))
         prefill(engine, parents[-1:])  # the next prompt finds the preamble in the prefix cache
     requests: list[Request] = []
-    for parent, row in zip(parents, seeds, strict=True):
-        requests += [parent, *engine.fork(parent, row[1:])]
+    for parent, group_seeds in zip(parents, seeds, strict=True):
+        requests += [parent, *engine.fork(parent, group_seeds[1:])]
     shape = len(requests), MAX_PROMPT + recipe.new_tokens
     versions = np.zeros(shape, np.int32)
     rows = {request: row for row, request in enumerate(requests)}
@@ -245,15 +245,15 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
     if folder is not None:
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
         checkpoints = ocp.CheckpointManager((folder / "state").absolute(), options=options)
-        if (last := checkpoints.latest_step()) is not None:
+        if (restored_step := checkpoints.latest_step()) is not None:
             earlier = json.loads((folder / "recipe.json").read_text())
             changed = [name for name, value in dataclasses.asdict(recipe).items() if earlier.get(name, "") != value]
             if {*changed} - {"iterations"}:
                 raise ValueError(f"{folder} has a run with other settings ({', '.join(changed)}): use another folder")
-            learner.state = checkpoints.restore(last, args=ocp.args.StandardRestore(learner.state))
+            learner.state = checkpoints.restore(restored_step, args=ocp.args.StandardRestore(learner.state))
             if mesh is None:  # restored arrays are committed to the device, so that `_step` would compile again
                 learner.state = jax.tree.map(jnp.asarray, jax.device_get(learner.state))
-            lines = json.loads((folder / "log.json").read_text())[:last]
+            lines = json.loads((folder / "log.json").read_text())[:restored_step]
         (folder / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe)))
     for iteration in range(len(lines), recipe.iterations):
         begin = time.monotonic()

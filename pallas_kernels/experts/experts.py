@@ -447,7 +447,8 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     depth = p.depth if gated else p.inner
     codes, scales = matrix
     functions = rows_of, load_inputs, finish
-    return Product(p.layout, codes, scales, lax.div(count, together), depth, 0, gated, *functions, together > 1)
+    count = lax.div(count, together)
+    return Product(p.layout, codes, scales, count, depth, 0, gated, *functions, whole_rows=together > 1)
 
 
 def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):

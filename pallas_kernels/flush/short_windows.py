@@ -65,12 +65,12 @@ def _write(ctx, first, step, share):
 
     def write_one(i, _):
         number = first + i * step
-        safe = jnp.minimum(number, vectors_in_call - 1)
-        x = vectors.load(c.kv.at[safe]).astype(jnp.float32)
-        slot = ctx.slots_gmem[safe]
-        index = ctx.positions_gmem[safe]
-        exists = (number < vectors_in_call) & has_state(ctx, slot, index)
-        target = entry.find_target(ctx, jnp.where(exists, slot, 0), jnp.maximum(index, 0) * c.rate + (c.rate - 1))
+        clamped_number = jnp.minimum(number, vectors_in_call - 1)
+        x = vectors.load(c.kv.at[clamped_number]).astype(jnp.float32)
+        slot = ctx.slots_gmem[clamped_number]
+        entry_index = ctx.positions_gmem[clamped_number]
+        exists = (number < vectors_in_call) & has_state(ctx, slot, entry_index)
+        target = entry.find_target(ctx, jnp.where(exists, slot, 0), jnp.maximum(entry_index, 0) * c.rate + (c.rate - 1))
         target = dataclasses.replace(target, keep=target.keep & exists)
         entry.store_entry(ctx, target, entry.rotation(ctx, target), x, functools.partial(_across, ctx))
 

@@ -85,8 +85,8 @@ def multiply_tile(
     values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
     columns = inputs_smem.shape[1]
     if layout.bits == 4:
-        part = lax.rem(scale_at * 32, values.shape[1])
-        values = lax.dynamic_slice_in_dim(values, part, columns, axis=1)
+        first_column = lax.rem(scale_at * 32, values.shape[1])
+        values = lax.dynamic_slice_in_dim(values, first_column, columns, axis=1)
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
     elif layout.has_small_blocks:
@@ -112,10 +112,10 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         row_distance = rows // 2 if gated else 8  # from the thread's first row to its second row
         lane = thread % 32
         warp_row = lane >> 2
-        part = (lane & 3) * layout.columns(2)  # offset in bytes in the row
+        row_offset = (lane & 3) * layout.columns(2)  # offset in bytes in the row
         if layout.bits == 16:  # in `ldmatrix`, a thread gives the address of one row and receives values of other rows
             warp_row = (lane & 7) + ((lane >> 3) & 1) * row_distance
-            part = (lane >> 4) << 4
+            row_offset = (lane >> 4) << 4
         first_row = (thread >> 5) * (8 if gated else 16) + warp_row
         first_row = first_row + warpgroup * (HALF if gated else ROWS)  # index of the thread's first row in the tile
         # The swizzle permutes 16-byte pieces: a piece's index in a row is XORed with the index of its 128-byte line.
@@ -123,8 +123,8 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         if layout.columns(row_bytes) > chunks * CHUNK:
             # `codes` holds two tiles side by side. A scale belongs to 16 bytes of a row, so the tile's first byte in
             # a row is 16 times `scale_at`, the index of the tile's first scale.
-            part = part ^ ((scale_at << 4) & (row_bytes - 1))
-        place = thread_ops.shared(codes) + first_row * row_bytes + ((swizzle << 4) ^ part)
+            row_offset = row_offset ^ ((scale_at << 4) & (row_bytes - 1))
+        place = thread_ops.shared(codes) + first_row * row_bytes + ((swizzle << 4) ^ row_offset)
         # `row_scales` is the argument `scales` of the unpacker, for the two rows of this thread.
         if scales:
             (table,) = scales

@@ -78,9 +78,9 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     pairs, has_expert, rank, sizes = rank_pairs(chosen, experts)
     group_counts = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
     first_group = jnp.cumsum(group_counts) - group_counts
-    place = jnp.where(has_expert, first_group[jnp.where(has_expert, chosen, 0)] + rank // GROUP_SIZE, groups)
-    rows = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
-    table_gmem[...] = rows.at[place, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
+    group = jnp.where(has_expert, first_group[jnp.where(has_expert, chosen, 0)] + rank // GROUP_SIZE, groups)
+    table = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[group, 0].set(chosen, mode="drop")
+    table_gmem[...] = table.at[group, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
     counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(group_counts))
 
 

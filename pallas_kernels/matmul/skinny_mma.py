@@ -72,10 +72,11 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array, step_s
       blocks of 32 columns, lane i holds the two blocks of the i-th segment of the warpgroup's steps. Bytes of blocks
       past the end are unspecified.
     """
-    lanes = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP
+    pairs = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP  # index of each lane's two blocks
     if step_segments:
-        lanes += lanes // step_segments * ((MULTIPLIERS - 1) * step_segments)
-    blocks = first + 2 * lanes
+        # Skips the steps of the other warpgroups.
+        pairs += pairs // step_segments * ((MULTIPLIERS - 1) * step_segments)
+    blocks = first + 2 * pairs
     count = scales_gmem.shape[1]
     words = jnp.zeros(mlir.THREADS, jnp.int32)
     for byte, (row, i) in enumerate(itertools.product(rows, range(2))):

@@ -49,15 +49,15 @@ def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
     def add_row(i):
         row = warp + i * warps
         with thread_ops.when(row < tokens):
-            total = mlir.f32(0.0)
+            squares = mlir.f32(0.0)
             for first_column in range(0, columns, 8 * mlir.WARP):
                 group = row * (columns // 8) + (lane + first_column // 8)  # index of a group of 8 values, 16 bytes
                 offset = arith.shli(mlir.to_u64(group), mlir.i64(4))
                 for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), offset))):
-                    total = thread_ops.fma(value, value, total)
-            mean = thread_ops.fma(thread_ops.sum_lanes(total), mlir.f32(1 / columns), mlir.f32(eps))
+                    squares = thread_ops.fma(value, value, squares)
+            mean_square = thread_ops.fma(thread_ops.sum_lanes(squares), mlir.f32(1 / columns), mlir.f32(eps))
             code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
-            factor = mlir.ptx(code, mean, results=mlir.f32_type())
+            factor = mlir.ptx(code, mean_square, results=mlir.f32_type())
             with thread_ops.when(lane.equals(0)):
                 thread_ops.store(thread_ops.shared(factors_smem) + (row << 2), thread_ops.bits(factor))
 

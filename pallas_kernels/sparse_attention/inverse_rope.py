@@ -58,6 +58,7 @@ def _emit_inverse_rope(values, angles_gmem, token):
     width = values.shape[1]
     pairs = angles_gmem[0].type.shape[1]
     _, column = next(layout.thread_idxs(values.shape))
+    # An angle has 4 bytes and belongs to two columns, so a column moves the address by 2 bytes.
     offset = mlir.multiply_add(mlir.to_i64(token), 4 * pairs, mlir.to_i64(arith.muli(column, mlir.index(2))))
     pointers = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
     strides = layout.tiling.tile_strides((width, 1))
