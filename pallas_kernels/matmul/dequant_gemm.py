@@ -120,12 +120,12 @@ class DequantGemm:
     def step_bytes(self) -> int:
         """The number of bytes of each weight row that one step multiplies.
 
-        Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64 bytes.
-        Shared memory has room for FP4 steps of 128 bytes only if a tile has few inputs. FP8 steps have 64 bytes. Steps
-        are shorter if a row would not have a whole number of them.
+        Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64.
+        Shared memory has room for FP4 steps of 128 bytes only if a tile has few inputs. A row has a whole number of
+        steps, so steps are shorter if the size of a row is not a multiple of 128 or 64 bytes.
         """
-        max_bytes = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
-        return math.gcd(max_bytes, self.depth * self.layout.bits // 8)
+        most = 128 if self.layout.bits == 16 or (self.layout.bits == 4 and self.inputs <= MAX_WIDE) else 64
+        return math.gcd(most, self.depth * self.layout.bits // 8)
 
     @property
     def code_steps(self) -> int:
