@@ -20,7 +20,7 @@ from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-ROWS_PER_WARP = 2  # on an H100, more rows in flight at once take more registers and no less time
+ROWS_PER_WARP = 2  # loading more rows at once takes more registers, but saves no time on an H100
 BLOCK_ROWS = kv_rows.WARPS * ROWS_PER_WARP
 
 
@@ -92,7 +92,7 @@ def gather_all_compressed_kv(
         token = lax.div(first_item, count)
         entry = lax.rem(first_item, count)
         visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, rate))
-        return visible | (entry + BLOCK_ROWS > count)  # a block that reaches into the next token's entries is kept
+        return visible | (entry + BLOCK_ROWS > count)  # a block that also has entries of the next token is kept
 
     operands = [slots, positions, entries.block_table.reshape(-1)]
     is_wanted = any_visible if only_visible else None
@@ -128,9 +128,9 @@ def gather_swa_kv(
         token = lax.div(item, window)
         distance = window - 1 - lax.rem(item, window)
         slot = kv_rows.load_rows(slots_gmem, token, item.shape)
-        last = kv_rows.load_rows(positions_gmem, token, item.shape)
-        position = last - distance
-        valid = (slot >= 0) & (last >= 0) & (position >= 0)
+        token_position = kv_rows.load_rows(positions_gmem, token, item.shape)
+        position = token_position - distance
+        valid = (slot >= 0) & (token_position >= 0) & (position >= 0)
         slot = jnp.clip(slot, 0, num_slots - 1)
         position = jnp.maximum(position, 0)
         return (layer * num_slots + slot) * ring + lax.rem(position, ring), valid

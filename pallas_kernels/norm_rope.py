@@ -206,9 +206,9 @@ class QueryRows:
         return -(-self.heads * self.groups // GROUPS)
 
     def first_channel(self, shape) -> jax.Array:
-        """Returns int32 of this shape: the index of each group's first channel among the channels of its head.
+        """Returns the index of each group's first channel among the channels of its head, int32 of this shape.
 
-        Axis 1 of the shape is the groups of a row.
+        Axis 1 of the shape is the groups of a row; the result is the same along the other axes.
         """
         group = kv_rows.iota(shape, 1)
         return (GROUPS - self.groups + (group & (self.groups - 1))) * GROUP
@@ -266,7 +266,7 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
         else:
             row = kv_rows.ring_rows(row_number, *destination_gmem[:3], shape=rings.pools[0].shape)
         layer = 0 if layer_gmem is None else layer_gmem[0]
-        weight_row = jnp.minimum(row_number, 0) + layer  # the layer's index, for each warp
+        weight_row = jnp.minimum(row_number, 0) + layer  # the layer's index for each warp, as the minimum is always 0
         weight = kv_rows.load_rows(weight_gmem, weight_row, shape)
         angles = rotation(token, pair)
         rotated = rotate(weight * _norm(x, eps), angles)

@@ -210,12 +210,12 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
     sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
     for step_weights, step_inputs in zip(weights, inputs, strict=True):
         for i, term in enumerate(words.split(step_weights)):
-            for half, term_sums in enumerate(sums):
+            for half, half_sums in enumerate(sums):
                 upper, lower = step_inputs[2 * half : 2 * half + 2]
                 fragment = [upper[0], lower[0], upper[1], lower[1]]
-                term_sums[i] = words.multiply_add(term_sums[i], fragment, term)
-    for half, term_sums in enumerate(sums):
-        totals = [arith.addf(arith.addf(low, middle), high) for high, middle, low in zip(*term_sums, strict=True)]
+                half_sums[i] = words.multiply_add(half_sums[i], fragment, term)
+    for half, half_sums in enumerate(sums):
+        totals = [arith.addf(arith.addf(low, middle), high) for high, middle, low in zip(*half_sums, strict=True)]
         for i in range(2):
             token = first_token + row + (16 * half + 8 * i)
             with thread_ops.when(token < tokens):

@@ -1,7 +1,8 @@
 """Writes the tables of README.md and benchmarks/README.md from the files in benchmarks.
 
-A comment above a table names its kind and files: <!-- table: KIND FILE ... -->. The line below names the device. Tables
-of the kinds `chosen`, `peers` and `beside` keep their cases; other tables have every case of their files.
+A comment above a table names its kind and its files: <!-- table: KIND FILE ... -->. The line between comment and table
+names the devices and versions. Tables of the kinds `chosen`, `peers` and `beside` keep the cases that they have. Other
+tables get every case of their files.
 """
 
 import json
@@ -16,11 +17,11 @@ from dsv4_jax.bench.tables import Row, layer_share, model_title
 
 
 ROOT = Path(__file__).parents[1]
-Key = tuple[str, str]  # of an op's case: op and shape
+Key = tuple[str, str]  # (op, shape) of a case
 
 
 def rewrite(text: str) -> str:
-    """Returns the page with new tables below such comments."""
+    """Returns a page's text with new tables below the comments that the module describes."""
     return re.sub(r"^<!-- table: (\w+) (.+) -->\n[^|]*((?:^\|.*\n)+)", _lines, text, flags=re.MULTILINE)
 
 
@@ -52,14 +53,18 @@ def _caption(reports: list[Row]) -> str:
     )
 
 
-# A kind of table: (its files, the keys it has) -> (columns of text, columns of numbers, rows to format them with).
+# Each kind of table is a function below: (reports, keys of the old table's cases) -> (columns of text, columns of
+# numbers, rows). A column is {its title: a format of its cells}, and a cell is this format applied to a row.
 Columns = dict[str, str]
 Table = tuple[Columns, Columns, list[Row]]
 OP = {"op": "{op}", "shape": "{shape}"}
 
 
 def ops(reports: list[Row], keys: list[Key]) -> Table:
-    """Returns every case of reports of `dsv4-jax bench ops`; older files rate all cases against a copy."""
+    """Returns every case of reports of `dsv4-jax bench ops`.
+
+    Cases of older files have no share of the roofline. Their share of a copy's rate takes its place.
+    """
     numbers = {
         "us": "{microseconds:,.2f}",
         "GB/s": "{gigabytes_per_second:,.0f}",
@@ -93,13 +98,16 @@ def alone(reports: list[Row], keys: list[Key]) -> Table:
 
 
 def chosen(reports: list[Row], keys: list[Key]) -> Table:
-    """Returns the times of some cases, of several files."""
+    """Returns the times of the cases `keys`, from several files."""
     rows = {(row["op"], row["shape"]): row for report in reports for row in report["results"]}
     return OP, {"us": "{microseconds:,.1f}", "XLA, same run": "{xla_microseconds:,.1f}"}, [rows[key] for key in keys]
 
 
 def peers(reports: list[Row], keys: list[Key]) -> Table:
-    """Compares our kernels with the fastest peers of one run, timed in graphs, and by CUPTI where both are."""
+    """Compares our kernels with the fastest peer kernels of the same run, by their times in CUDA graphs.
+
+    If CUPTI has timed both kernels, these times are shown as well.
+    """
     (report,) = reports
 
     def row(key: Key) -> Row:
@@ -114,7 +122,11 @@ def peers(reports: list[Row], keys: list[Key]) -> Table:
 
 
 def beside(reports: list[Row], keys: list[Key]) -> Table:
-    """Compares the first file's kernels with the second's fastest peers, by CUPTI, or in loops and graphs."""
+    """Compares our kernels in the first file with the fastest peer kernels in the second file.
+
+    Both times are by CUPTI. If the first file is from `loop_times.py`, its times in loops are compared with the peers'
+    times in CUDA graphs.
+    """
     ours, other = reports
     clock = "graph_microseconds" if "loops" in ours else "cupti_microseconds"
     rows = ours["loops"] if "loops" in ours else ours["results"]
@@ -132,7 +144,7 @@ def _against_peers(key: Key, ours: float, report: Row, clock: str) -> Row:
 
 
 def steps(reports: list[Row], keys: list[Key]) -> Table:
-    """Returns decode steps of attention layers alone."""
+    """Returns the times of decode steps that run attention layers only, in milliseconds."""
     numbers = {
         "requests": "{requests}",
         "context": "{context:,}",

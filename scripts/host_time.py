@@ -22,7 +22,7 @@ from dsv4_jax.host import KVCacheManager
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NoModel:
-    """Draws token 1 after each token."""
+    """A model that computes nothing. Its logits make token 1 the next token after every token."""
 
     logits_row: Any
 
@@ -34,7 +34,12 @@ class NoModel:
 
 
 def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **options: Any) -> dict[str, float]:
-    """Returns the median milliseconds a step of Python's thread, those in the call of the program, and the others."""
+    """Measures the CPU time that Python's main thread uses for a step, in milliseconds.
+
+    Returns:
+      {"step": median over the steps of the time of a step, "call": that of the call of the compiled program,
+      "bookkeeping": that of the rest of the step, "least_bookkeeping": the minimum over the steps of this rest}.
+    """
     config = read_config(packaged_checkpoint())
     length = 4 + 3 * (steps + 10)
     sizes = {"max_requests": requests, "max_context": 2 * length, "block_tokens": 128}
@@ -53,14 +58,14 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
         stop_tokens = config.eos_token_id if grammars else [3] * (i % 2)
         engine.add([i % 200, 2], max_new_tokens=length, seed=i, stop_tokens=stop_tokens, sampling=sampling, **params)
     launch = step_launch.launch
-    calls = []
-    totals = []
+    call_seconds = []
+    step_seconds = []
 
     def timed_launch(program, *args, **options):
         def timed(*args, **options):
             begin = time.thread_time()
             results = program(*args, **options)
-            calls.append(time.thread_time() - begin)
+            call_seconds.append(time.thread_time() - begin)
             return results
 
         return launch(timed, *args, **options)
@@ -69,22 +74,22 @@ def measure(requests: int, steps: int, profile: bool, grammars: bool = False, **
         for _ in range(count):
             begin = time.thread_time()
             outputs = engine.step()
-            totals.append(time.thread_time() - begin)
+            step_seconds.append(time.thread_time() - begin)
             assert not outputs or len(outputs) == requests
 
     run(10)
     step_launch.launch = timed_launch
-    totals.clear()
+    step_seconds.clear()
     run(steps)
     step_launch.launch = launch
-    total = 1e3 * np.array(totals)
-    call = 1e3 * np.array(calls)
+    step_ms = 1e3 * np.array(step_seconds)
+    call_ms = 1e3 * np.array(call_seconds)
     if profile:
         with cProfile.Profile(time.thread_time) as profiler:
             run(steps)
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
-    result = {"step": np.median(total), "call": np.median(call), "bookkeeping": np.median(total - call)}
-    result |= {"least_bookkeeping": (total - call).min()}
+    result = {"step": np.median(step_ms), "call": np.median(call_ms), "bookkeeping": np.median(step_ms - call_ms)}
+    result |= {"least_bookkeeping": (step_ms - call_ms).min()}
     return {name: round(float(value), 3) for name, value in result.items()}
 
 
@@ -97,7 +102,7 @@ def main(
       requests: numbers of requests that decode at once.
       steps: number of measured steps.
       profile: also print a profile.
-      grammars: give every request a grammar, so that each step finds the masks of all.
+      grammars: give every request a grammar, so that each step computes a mask of tokens for every request.
     """
     for count in requests:
         rich.print(count, measure(count, steps, profile, grammars))

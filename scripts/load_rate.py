@@ -38,8 +38,8 @@ def load_rate(
       folder: folder for the files, removed afterwards; in /dev/shm their pages are in memory.
       layers: number of layers, 3.6 GB each; all 43 are 156 GB.
       mesh: devices to shard the model over.
-      expert_memory: how much of one GPU the experts may take, such as 10GB; the others lie in host memory.
-      times: number of times that it is loaded.
+      expert_memory: how much memory of one GPU experts may take, such as 10GB; the other experts lie in host memory.
+      times: number of times that the checkpoint is loaded.
       report: JSON file to write the numbers to.
     """
     config = DSV4Config.v4_flash().first_layers(layers)
@@ -47,16 +47,16 @@ def load_rate(
         content = describe_storage(release_config(config), "quantized", config.weight_block)
         write_checkpoint(folder, content, stored_tensors(config), random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
-        experts = expert_bytes(expert_memory, None)  # before JAX starts
+        expert_budget = expert_bytes(expert_memory, None)  # before JAX starts
         devices = make_mesh(parse_mesh(mesh))
         loads = []
         for _ in range(times):
             start = time.perf_counter()
             with PeakMemory() as memory:
-                where: dict[str, Any] = {"mesh": devices}
-                if experts is not None:
-                    where = {"expert_memory": ExpertMemory(None if experts == "auto" else experts)}
-                model = load_checkpoint(folder, config, weights="quantized", **where)
+                placement: dict[str, Any] = {"mesh": devices}
+                if expert_budget is not None:
+                    placement = {"expert_memory": ExpertMemory(None if expert_budget == "auto" else expert_budget)}
+                model = load_checkpoint(folder, config, weights="quantized", **placement)
                 jax.block_until_ready(model)
             seconds = time.perf_counter() - start
             loads.append({"seconds": seconds, "rate": size / seconds, "host_bytes": memory.peak})
@@ -84,7 +84,7 @@ class PeakMemory:
     """Measures the peak of this process's anonymous memory in a `with` block. Linux only.
 
     Attributes:
-      peak: bytes beyond those before the block. If devices are CPUs, it includes the loaded model.
+      peak: largest number of bytes in the block beyond the bytes before it. If devices are CPUs, it includes the model.
     """
 
     def __enter__(self) -> "PeakMemory":
@@ -110,7 +110,7 @@ def _anonymous_bytes():
 
 
 def stored_tensors(config: DSV4Config) -> list[list[TensorHeader]]:
-    """Returns the headers of a release's tensors, each beside that of its scales."""
+    """Returns the headers of a release's tensors, in lists: a tensor's header, then the header of its scales."""
     return [entries for weight in weights(config, "release") for entries in tensor_headers(weight, "quantized")]
 
 

@@ -25,13 +25,13 @@ def loop_times(
     passes: int = 128,
     report: Path | None = None,
 ) -> None:
-    """Prints the time of a call of each case of `dsv4-jax bench ops`. Kernels may start while the one before ends.
+    """Prints the time of a call of each case of `dsv4-jax bench ops`. A kernel may start while the preceding one ends.
 
-    XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=SERIALIZE keeps a pass in one chain.
+    With XLA_FLAGS=--xla_gpu_command_buffer_scheduling_mode=SERIALIZE, the kernels of a pass form a single chain.
 
     Args:
       names: names of ops, as for `dsv4-jax bench ops`.
-      only: texts, one of which a case's op or shape contains. Default: all cases.
+      only: texts; only cases whose op or shape contains one of them are timed. Default: all cases.
       config: the model whose shapes are used.
       calls: number of calls in a pass, each with its own inputs.
       passes: number of passes of the loop; with 16, times below 3 us were up to 0.5 us apart.
@@ -56,11 +56,19 @@ def loop_times(
 
 
 def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, times: int = 5) -> float:
-    """Returns the seconds of a call: the median over `times` differences between three loops and one."""
+    """Returns the seconds of a call: the median of `times` measurements.
+
+    A measurement is half of the difference between the time of three loops and of one loop, divided by the number of
+    calls in a loop. The difference leaves out the time to start and to wait.
+    """
     layers, inputs = case.make(calls)
 
     def run_calls(layers, inputs):
-        """Returns the layers after a call with each of the inputs, and the results that are no layers' states."""
+        """Calls the op with each of the inputs, on the layers in turn.
+
+        Returns:
+          (layers, with their states after the calls; results of the calls if the op does not update a state).
+        """
         layers = list(layers)
         results = []
         for i, arrays in enumerate(inputs):
@@ -74,7 +82,7 @@ def seconds_a_call(case: Case, implementation: str, calls: int, passes: int, tim
 
     def one_pass(inputs, carry):
         layers, _, number = carry
-        # Makes calls depend on the pass; XLA would move them out of the loop.
+        # Makes calls depend on the pass. Otherwise, XLA would move them out of the loop.
         layers, varied, number = lax.optimization_barrier((layers, inputs, number))
         return *run_calls(layers, varied), number * number
 

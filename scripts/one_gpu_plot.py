@@ -19,7 +19,10 @@ SKEWS = 0.0, 0.6, 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """Draws the estimate for one request of V4-Flash at each skew, and the measured steps of reports as points.
+    """Draws the time of a token of V4-Flash, one request, against the share of experts in host memory.
+
+    A line is the estimate of `TokenCost` at one skew, which says how unequally tokens select experts. The steps of the
+    reports are points.
 
     Attributes:
       reports: results of `dsv4-jax bench model --expert-memory ... --json`.

@@ -13,7 +13,7 @@ import tyro
 
 
 def start_up(layers: int = 4, context: int = 4096) -> None:
-    """Starts twice, each time in a process of its own, and checks that the second one finds every program.
+    """Starts the command twice, in two processes, and checks that the second finds every compiled program.
 
     On a GPU the layers are V4-Flash's, with random weights.
 

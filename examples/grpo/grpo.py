@@ -54,8 +54,8 @@ class Recipe:
       new_tokens: number of tokens in an answer.
       updates: number of gradient steps on each rollout.
       learning_rate: learning rate of Adam.
-      clip: largest change of a token's probability ratio that is rewarded.
-      drafts: maximum number of drafts of a request in a step, which are looked up in its own text.
+      clip: clipping range of PPO's loss: a token's probability ratio gains nothing beyond 1 - clip .. 1 + clip.
+      drafts: maximum number of draft tokens of a request in a step; they are looked up in the request's own text.
       kv_format: format of the cache, in rollouts and in training.
       seed: seed of the weights, the prompts and the answers.
       mesh: devices of rollouts and of training, such as "data=2,model=2"; "" = one device.
@@ -93,11 +93,11 @@ class Rollout:
 
     Attributes:
       tokens: [S, N] int32, prompts and answers.
-      lengths: [S] int32.
+      lengths: [S] int32, number of tokens in each sequence, without padding.
       is_answer: [S, N] bool, whether a token was generated.
       old_logprobs: [S, N] float32, log-probabilities of generated tokens as the engine reported them; 0 elsewhere.
       versions: [S, N] int32, number of weight updates before each token was drawn; 0 outside answers.
-      rewards: [S] float32.
+      rewards: [S] float32, reward of each answer.
     """
 
     tokens: Any
@@ -109,7 +109,7 @@ class Rollout:
 
 
 def reward(prompt: list[int], answer: list[int]) -> float:
-    """Returns the share of tokens that count on: each is the digit after the one before it, and 0 follows 9."""
+    """Returns the share of an answer's tokens that count on: the preceding token plus 1, where 0 follows 9."""
     sequence = [prompt[-1], *answer]
     return float(np.mean([b == (a + 1) % DIGITS and a < DIGITS for a, b in zip(sequence, answer, strict=False)]))
 
@@ -134,19 +134,22 @@ def make_engine(model: Any, recipe: Recipe) -> Engine:
 
 
 def roll_out(engine: Engine, recipe: Recipe, iteration: int, version: int) -> Rollout:
-    """Draws a group of answers to each of an iteration's prompts. The answers of a group fork from one request."""
+    """Draws a group of answers to each of an iteration's prompts. The answers of a group fork from one request.
+
+    `version` is the number of weight updates before the rollout, which `Rollout.versions` records.
+    """
     rng = np.random.default_rng([recipe.seed, iteration])
     sizes = rng.integers(1, 1 + MAX_PROMPT - len(PREAMBLE), size=recipe.prompts)
     prompts = [PREAMBLE + rng.integers(DIGITS, size=size).tolist() for size in sizes]
     seeds = rng.integers(2**31, size=(recipe.prompts, recipe.group)).tolist()
     options: Any = {"max_new_tokens": recipe.new_tokens, "sampling": SamplingParams(temperature=1.0)}
     parents = []
-    for prompt, row in zip(prompts, seeds, strict=True):
-        parents.append(engine.add(prompt, seed=row[0], **options))
+    for prompt, group_seeds in zip(prompts, seeds, strict=True):
+        parents.append(engine.add(prompt, seed=group_seeds[0], **options))
         prefill(engine, parents[-1:])  # the next prompt finds the preamble in the prefix cache
     requests: list[Request] = []
-    for parent, row in zip(parents, seeds, strict=True):
-        requests += [parent, *engine.fork(parent, row[1:])]
+    for parent, group_seeds in zip(parents, seeds, strict=True):
+        requests += [parent, *engine.fork(parent, group_seeds[1:])]
     shape = len(requests), MAX_PROMPT + recipe.new_tokens
     versions = np.zeros(shape, np.int32)
     rows = {request: row for row, request in enumerate(requests)}
@@ -173,7 +176,7 @@ class Learner:
     """The trained weights and the state of the optimizer.
 
     Attributes:
-      recipe: Recipe.
+      recipe: settings of the run.
       state: {"floats": weights, "optimizer": state of Adam}.
     """
 
@@ -181,7 +184,8 @@ class Learner:
         self.recipe = recipe
         self._graph, floats, self._others = nnx.split(model, _is_float, ...)
         self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(recipe.learning_rate))
-        # In the context of the mesh, Adam's counter lies on it too, so that `_step` compiles once.
+        # In the context of the mesh, Adam's counter of steps lies on the mesh from the start, as it does after a step.
+        # So `_step` is compiled only once.
         with contextlib.nullcontext() if recipe.devices is None else jax.set_mesh(recipe.devices):
             self.state: Any = {"floats": floats, "optimizer": self._optimizer.init(floats)}
 
@@ -222,12 +226,14 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
 
     Args:
       recipe: the settings.
-      folder: folder for the state of the training, from which the next call continues, and for the log; None = none.
+      folder: folder for the log and for the state of the training, from which the next call with this folder continues;
+        None = nothing is stored.
       console: prints a line for each iteration; None = prints nothing.
 
     Returns:
-      An item for each iteration: the mean rewards of the trained and of the untrained policy on the same prompts, and
-      the largest difference of log-probabilities between rollout and training.
+      A dict for each iteration: "reward" and "untrained" are the mean rewards of the trained and of the untrained
+      policy on the same prompts. "difference" is the largest difference of log-probabilities between rollout and
+      training. Further entries are the loss, the norm of the gradient, times in seconds and numbers of preemptions.
     """
     model = DeepseekV4ForCausalLM(CONFIG, jnp.float32, rngs=nnx.Rngs(recipe.seed))
     mesh = recipe.devices
@@ -239,15 +245,15 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
     if folder is not None:
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
         checkpoints = ocp.CheckpointManager((folder / "state").absolute(), options=options)
-        if (last := checkpoints.latest_step()) is not None:
+        if (restored_step := checkpoints.latest_step()) is not None:
             earlier = json.loads((folder / "recipe.json").read_text())
             changed = [name for name, value in dataclasses.asdict(recipe).items() if earlier.get(name, "") != value]
             if {*changed} - {"iterations"}:
                 raise ValueError(f"{folder} has a run with other settings ({', '.join(changed)}): use another folder")
-            learner.state = checkpoints.restore(last, args=ocp.args.StandardRestore(learner.state))
+            learner.state = checkpoints.restore(restored_step, args=ocp.args.StandardRestore(learner.state))
             if mesh is None:  # restored arrays are committed to the device, so that `_step` would compile again
                 learner.state = jax.tree.map(jnp.asarray, jax.device_get(learner.state))
-            lines = json.loads((folder / "log.json").read_text())[:last]
+            lines = json.loads((folder / "log.json").read_text())[:restored_step]
         (folder / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe)))
     for iteration in range(len(lines), recipe.iterations):
         begin = time.monotonic()
@@ -255,12 +261,13 @@ def train(recipe: Recipe, folder: Path | None = None, console: Console | None = 
         rollout = roll_out(engine, recipe, iteration, version=iteration * recipe.updates)
         rolled_out = time.monotonic()
         metrics = [learner.update(rollout, engine) for _ in range(recipe.updates)]
-        lines.append(metrics[0] | {"iteration": iteration, "reward": float(rollout.rewards.mean())})
-        lines[-1] |= {"seconds_rollout": rolled_out - begin, "seconds_training": time.monotonic() - rolled_out}
-        lines[-1]["untrained"] = float(roll_out(untrained, recipe, iteration, version=0).rewards.mean())
-        lines[-1]["preemptions"] = engine.metrics.preemptions
+        line = metrics[0] | {"iteration": iteration, "reward": float(rollout.rewards.mean())}
+        line |= {"seconds_rollout": rolled_out - begin, "seconds_training": time.monotonic() - rolled_out}
+        line["untrained"] = float(roll_out(untrained, recipe, iteration, version=0).rewards.mean())
+        line["preemptions"] = engine.metrics.preemptions
+        lines.append(line)
         if console is not None:
-            console.print({name: round(value, 4) for name, value in lines[-1].items()})
+            console.print({name: round(value, 4) for name, value in line.items()})
         if folder is not None and checkpoints is not None:
             (folder / "log.json").write_text(json.dumps(lines))
             checkpoints.save(iteration + 1, args=ocp.args.StandardSave(learner.state))
@@ -293,8 +300,8 @@ def plot(runs: list[list[dict[str, Any]]], path: Path) -> None:
 class Command:
     """Trains a small DeepSeek-V4 to count, by GRPO in one process, and plots rewards of several seeds.
 
-    Rollouts by the engine and training read and write the same formats, and their log-probabilities are equal to the
-    last bit. A second run with the same options continues where the first one stopped.
+    The engine's rollouts and the training use the same cache format and steps of the same shapes, so their
+    log-probabilities are equal to the last bit. A second run with the same options continues where the first stopped.
 
     Attributes:
       out: folder for logs, states and the plot.

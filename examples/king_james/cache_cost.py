@@ -30,11 +30,11 @@ FORMATS = ("plain", "v4", "per_entry")
 
 @dataclasses.dataclass(frozen=True)
 class CacheCost:
-    """Measures bits per byte of held-out text, and facts retrieved from it, by cache format and attended entries.
+    """Measures how the cache affects a model: bits per byte of held-out text, and the share of facts found again in it.
 
-    All text runs through the paged cache in chunks, like a prompt. Each format is measured with all compressed entries,
-    with the indexer's top-k (the model's own, a half and a quarter of it), and with the window alone. Writes OUT.json,
-    OUT.md and OUT.png.
+    All text runs through the paged cache in chunks, like a prompt. Each cache format is measured several times: with
+    attention to all compressed entries, to the indexer's top-k (the model's k, a half and a quarter of it), and to the
+    window alone. Writes OUT.json, OUT.md and OUT.png.
 
     For example:
       python examples/king_james/cache_cost.py --checkpoint dsv4_jax/data/king_james \\
@@ -107,7 +107,9 @@ class CacheCost:
             starts = np.linspace(0, len(held_out), self.needle_rows, endpoint=False, dtype=int)
             rows = [test_row(rng, np.roll(held_out, -start), self.distances, self.pairs) for start in starts]
             cases = [
-                case for case in _cases(model, len(rows[0].ids)) if case[1] == _OWN or case[:2] == ("plain", _WINDOW)
+                (form, attended, topk, window_only)
+                for form, attended, topk, window_only in _cases(model, len(rows[0].ids))
+                if attended == _OWN or (form == "plain" and attended == _WINDOW)
             ]
             for case in track(cases, "Needles", console=Console(stderr=True)):
                 report["needles"].append(self._find(model, rows, *case))
@@ -115,7 +117,7 @@ class CacheCost:
         return report
 
     def _write(self, report: dict[str, Any]) -> None:
-        """Writes the files; called after every measurement, because each takes long."""
+        """Writes the files. It is called after every measurement, because each measurement takes long."""
         write_report(self.out.with_suffix(".json"), report)
         self.out.with_suffix(".md").write_text(tables(report))
         plot(self.out.with_suffix(".png"), report)
@@ -142,7 +144,12 @@ class CacheCost:
         return {"format": form, "attended": attended, "accuracy": accuracy, "questions": questions}
 
     def _read(self, model, ids, form, topk, window_only) -> tuple[np.ndarray, np.ndarray]:
-        """Returns bits of each id but the first, and the likeliest id in its place, both [rows, n - 1]."""
+        """Runs the model over ids [rows, n].
+
+        Returns:
+          (bits, best), [rows, n - 1] each, for the places 1 .. n - 1. `bits` is the negative log2 of the probability of
+          the id at a place, and `best` is the likeliest id there.
+        """
         config = dataclasses.replace(model.config, index_topk=topk)
         steps = ids.shape[1] - 1
         manager = ModelOptions(cache_format=form, dtype=self.dtype).make_manager(config, len(ids), steps)
@@ -166,7 +173,7 @@ _WINDOW = "window"
 
 
 def _cases(model: DeepseekV4ForCausalLM, length: int) -> Iterator[tuple[str, str, int, bool]]:
-    """Yields the format, a label, index_topk and window_only of each measurement."""
+    """Yields (cache format, label of the attended entries, index_topk, window_only) for each measurement."""
     topk = model.config.index_topk
     rate = min(spec.compress_rate for spec in model.config.layers if spec.selection is not None)
     for form in FORMATS:
@@ -177,7 +184,7 @@ def _cases(model: DeepseekV4ForCausalLM, length: int) -> Iterator[tuple[str, str
 
 
 def excerpts(text: np.ndarray, rows: int, length: int) -> np.ndarray:
-    """Returns evenly spread excerpts, each after BOS, int32 [rows, length + 1]."""
+    """Returns evenly spread excerpts of a text, int32 [rows, length + 1]. Each begins with BOS."""
     starts = np.linspace(0, len(text) - length, rows, dtype=int)
     ids = np.full((rows, length + 1), kjv.BOS, np.int32)
     ids[:, 1:] = text[starts[:, None] + np.arange(length)[None, :]]
@@ -233,7 +240,7 @@ def plot(path: Path, report: dict[str, Any]) -> None:
 
 
 def _plot_formats(ax, rows):
-    """Plots thousandths of a bit more than with the plain cache, for each number of attended entries."""
+    """Plots what each quantized cache costs over the plain one, in 1/1000 bit per byte, by the attended entries."""
     bits = {(row["attended"], row["format"]): row["bits"] for row in rows}
     names = list(dict.fromkeys(row["attended"] for row in rows if row["format"] != "plain"))
     for i, form in enumerate(name for name in FORMATS if name != "plain"):
@@ -249,7 +256,7 @@ def _plot_formats(ax, rows):
 
 
 def _plot_attended(ax, rows):
-    """Plots bits more than with the model's own top-k, all with the plain cache."""
+    """Plots what attending to other entries than the model's top-k costs, in bits per byte, with the plain cache."""
     bits = {row["attended"]: row["bits"] for row in rows if row["format"] == "plain"}
     names = [name for name in bits if name != _OWN]
     bars = ax.barh(range(len(names)), [bits[name] - bits[_OWN] for name in names], 0.6, color="C2")

@@ -123,7 +123,10 @@ def _architecture(config: DSV4Config) -> dict[str, Any]:
 
 
 def plot_curve(path: Path, lines: list[dict[str, Any]], held_out: float) -> None:
-    """Plots bits a byte of training batches and validation text against steps, and of the held-out text."""
+    """Plots the bits per byte of training batches and of the validation text over the steps.
+
+    A horizontal line marks `held_out`, the bits per byte of the held-out text.
+    """
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -139,7 +142,10 @@ def plot_curve(path: Path, lines: list[dict[str, Any]], held_out: float) -> None
 
 
 def bits_by_place(bits: np.ndarray) -> dict[int, float]:
-    """Returns the mean bits of bytes from 0, 128, 512, 2048 and 8192, each up to the next."""
+    """Returns {place: mean bits of the bytes from this place of an excerpt up to the next of the places}.
+
+    The places are 0, 128, 512, 2048 and 8192, as far as the excerpts reach. `bits` is [excerpts, length].
+    """
     bounds = [place for place in (0, 128, 512, 2048, 8192) if place < bits.shape[1]]
     return {
         low: float(bits[:, low:high].mean()) for low, high in zip(bounds, [*bounds[1:], bits.shape[1]], strict=True)

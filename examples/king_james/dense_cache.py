@@ -1,7 +1,8 @@
 """A differentiable cache for training, which the model's modules use like the paged cache.
 
-A batch has whole sequences of one length, so nothing is kept between calls. Windows are bands, visibility is a static
-mask, and blocks of queries bound the memory. The logits are those of the paged cache.
+A batch consists of whole sequences of one length, so nothing is kept between calls. A mask in the form of a band says
+which rows lie in a token's window, and a mask of positions says which entries the token sees. Attention is computed for
+one block of queries at a time, which bounds the memory. The logits are those of a model with the paged cache.
 """
 
 import dataclasses
@@ -28,13 +29,15 @@ class DenseCache:
 
     Attributes:
       schema: shapes and format (static).
-      select: bool; whether layers with an indexer attend to its selection only, or to all entries (at first).
+      select: bool; whether layers with an indexer attend only to the entries that it selects. If False, as in the first
+        steps of a training, they attend to all entries.
       quantize: bool; whether rows, entries, keys and index queries are rounded by the format, with straight-through
         gradients.
       key: random key of dropout; None for no dropout.
-      index_loss: sum over layers with an indexer of the mean over tokens of KL(attention to the entries, summed over
-        heads || softmax of the index scores). Its gradient reaches the indexer only; the selection itself has none.
-      token_weights: [T] weights of the tokens in that mean.
+      index_loss: float32 scalar, the loss of the indexers. An indexer's loss is the mean over tokens of KL(p || softmax
+        of the index scores), where p is the attention to the entries, summed over heads. The losses of all layers with
+        an indexer are added up. The gradient reaches the indexers only. A selection has no gradient.
+      token_weights: [T] float32, weight of each token in the mean of `index_loss`.
       expert_load: [layers, E] share of each layer's (token, expert) pairs that went to each expert.
       passes: None, or for a multi-token-prediction block the windows [P, B, S, D] that it writes in its passes; see
         `draft_training.draft_losses`.
@@ -60,7 +63,7 @@ class DenseCache:
         """Makes a cache for batches of `rows` sequences of `length` tokens.
 
         Raises:
-          ValueError: the length is no multiple of a layer's window.
+          ValueError: the length is not a multiple of a layer's window.
         """
         for spec in config.layers:
             if length % (window := config.window(spec.layer)):
@@ -77,19 +80,22 @@ class DenseCache:
         return self
 
     def dropped(self, y: Float[Array, "T D"], place: int | Int[Array, ""]) -> Float[Array, "T D"]:
-        """Returns y with dropout; `place` numbers the blocks' outputs."""
+        """Returns y, the output of a block (attention or experts), with dropout.
+
+        `place` is the index of this output among those of all blocks of the model, so that each gets its own mask.
+        """
         if self.key is None:
             return y
         kept = jax.random.bernoulli(jax.random.fold_in(self.key, place), 1 - self.dropout, y.shape)
         return jnp.where(kept, y * jnp.asarray(1 / (1 - self.dropout), y.dtype), jnp.zeros((), y.dtype))
 
     def with_load(self, layer: int | Int[Array, ""], experts: Int[Array, "T k"]) -> "DenseCache":
-        """Adds the share of a layer's pairs that went to each expert."""
+        """Returns the cache with a layer's load added to `expert_load`. `experts` are the experts of its tokens."""
         load = jnp.bincount(experts.reshape(-1), length=self.expert_load.shape[1]) / experts.size
         return dataclasses.replace(self, expert_load=self.expert_load.at[layer].add(load))
 
     def handle(self, layer: int | Int[Array, ""], batch: Batch, *, like: int | None = None) -> "DenseHandle":
-        """Returns the view of one layer; `like` is the number of a layer of a traced layer's kind."""
+        """Returns the view of one layer. If `layer` is traced, `like` is the index of a layer of the same kind."""
         return DenseHandle(self, batch, self.schema.layers[layer if like is None else like])
 
 
@@ -116,8 +122,8 @@ class DenseHandle:
       spec: description of what the layer stores.
       window: [B, S, D] rows of the tokens, once written.
       entries, keys: [B, E, D] compressed entries and index keys, once flushed.
-      scores: the last index scores; a list, because `indexer_topk` returns no handle and `attend` needs them for the
-        index loss.
+      scores: a list with the index scores [T, E] of the last call of `indexer_topk`. `attend` needs them for the index
+        loss. The list is changed in place, because `indexer_topk` returns no new handle.
     """
 
     cache: DenseCache
@@ -186,7 +192,8 @@ class DenseHandle:
     ) -> tuple[Float[Array, "T H D"], "DenseHandle"]:
         sinks = layer_value(sinks)
         window = self._window_size
-        # A block's later passes see the first one's rows, and their own only at the token they began with.
+        # In a later pass of a multi-token-prediction block, a token sees the rows that the first pass wrote for the
+        # tokens of its window, and the rows that the later passes wrote for the token itself.
         passes = self.cache.passes
         number = self.cache.pass_number
         passes = None if passes is None else passes.at[number].set(self.window)
@@ -254,7 +261,7 @@ class DenseHandle:
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
     def _visible(self, positions, entries):
-        """Returns [n, E] bool, whether the tokens at these positions see an entry."""
+        """Returns [n, E] bool: whether the token at each of n positions sees each of the E = `entries` entries."""
         return jnp.arange(entries, dtype=jnp.int32)[None, :] < (positions[:, None] + 1) // self.spec.compress_rate
 
     # --- what is stored ---
@@ -268,7 +275,7 @@ class DenseHandle:
         return self.cache.schema.groups[self.spec.group or ""]
 
     def _pool(self, kv, gate, weights):
-        """Returns the entries [B, E, D] of all closed windows, like `ops.flush`, in ordinary arithmetic."""
+        """Returns the entries [B, E, D] of all closed windows, like `ops.flush`, but in ordinary jax.numpy."""
         rate = self.spec.compress_rate
         weights = layer_value(weights)
         kv, gate = (self._rows(x) for x in (kv, gate))
@@ -281,12 +288,12 @@ class DenseHandle:
         dtype = self.cache.schema.dtype
         pooled = round_to(jnp.sum(jax.nn.softmax(gate, axis=2) * kv, axis=2), dtype).astype(jnp.float32)
         normed = round_to(weights.norm_weight[None, None, :] * rms_normalize(pooled, weights.eps), dtype)
-        first = jnp.tile(jnp.arange(entries, dtype=jnp.int32) * rate, normed.shape[0])
+        first_positions = jnp.tile(jnp.arange(entries, dtype=jnp.int32) * rate, normed.shape[0])
         flat = normed.reshape(-1, normed.shape[-1])
-        return ops.apply_rope(flat, first, weights.inv_freq).reshape(normed.shape)
+        return ops.apply_rope(flat, first_positions, weights.inv_freq).reshape(normed.shape)
 
     def _rounded(self, x, codec: RowCodec):
-        """Returns rows as a later read would."""
+        """Returns rows x as the paged cache would return them after a store, if `quantize` is set; otherwise x."""
         return jnp.where(self.cache.quantize, codec.fake_quantize(x, x.dtype), x)
 
     def _rounded_index(self, x, *, keys):
@@ -295,7 +302,7 @@ class DenseHandle:
 
 
 def _product(spec, x, y):
-    """Computes an einsum with float32 sums. y is cast to x's type, which holds its values."""
+    """Computes an einsum with float32 sums. y is cast to the dtype of x, which does not change y's values."""
     # Products of bfloat16 values are exact; those of float32 need the highest precision.
     precision = "highest" if x.dtype == jnp.float32 else None
     return jnp.einsum(spec, x, y.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
@@ -307,9 +314,10 @@ def _stacked(rows, window):
 
 
 def _band(window, number, ahead):
-    """Returns [window, 2 * window] bool, whether rows of the previous and this block lie in each token's window.
+    """Returns [window, 2 * window] bool: whether each row lies in the window of each token of a block of queries.
 
-    The window belongs to the position `ahead` tokens later. The tokens in between have no rows.
+    The rows are those of the preceding block, then those of this block, whose index is `number`. The window of a token
+    is that of the position `ahead` tokens later. The positions in between have no rows.
     """
     token = np.arange(window)[:, None]
     row = np.arange(2 * window)[None, :]
@@ -317,14 +325,18 @@ def _band(window, number, ahead):
 
 
 def _with_previous(x, empty):
-    """Joins the previous window's first half of channels and this window's second: to [B, E, 2 rate, D]."""
+    """Returns the rows of overlapping windows, [B, E, 2 * rate, D], from x [B, E, rate, 2 * D].
+
+    A window consists of the first D channels of the preceding window's rows, then the last D channels of its own rows.
+    `empty` takes the place of the rows that precede the first window.
+    """
     first, second = jnp.split(x, 2, axis=-1)
     before = jnp.pad(first[:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0)), constant_values=empty)
     return jnp.concatenate([before, second], axis=2)
 
 
 def _member(indices, count):
-    """Returns a mask [B, q, count] of the indices [B, q, k]; -1 is none."""
+    """Returns a bool mask [B, q, count] that is True at the given indices [B, q, k]; -1 = none."""
     rows = indices.reshape(-1, indices.shape[-1])
     mask = jnp.zeros((rows.shape[0], count), bool)
     mask = mask.at[jnp.arange(rows.shape[0])[:, None], jnp.where(rows < 0, count, rows)].set(True, mode="drop")
@@ -332,10 +344,18 @@ def _member(indices, count):
 
 
 def _index_loss(weights, total, scores):
-    """Returns each token's KL(p || softmax(scores)), with p the heads' summed attention; 0 if nothing is visible."""
+    """Returns KL(p || softmax(scores)) for each token, 0 if the token sees no entry.
+
+    p is the attention to the entries, summed over heads and divided by its sum over entries.
+
+    Args:
+      weights: [B, q, H, E] softmax weights of the entries before the division by their sum.
+      total: [B, q, H] sum of all softmax weights, including those of window rows and the sink.
+      scores: [B, q, E] index scores; -inf for entries that a token does not see.
+    """
     attention = jax.lax.stop_gradient(jnp.sum(weights / total[..., None], axis=2))
     mass = jnp.sum(attention, axis=-1, keepdims=True)
     p = attention / jnp.where(mass > 0, mass, 1.0)
-    # Only finite numbers, so that a row without visible entries has no NaN gradient.
+    # A finite number takes the place of -inf, so that a row without visible entries has no NaN gradient.
     log_q = jax.nn.log_softmax(jnp.where(jnp.isfinite(scores), scores, -1e30), axis=-1)
     return jnp.sum(jnp.where(p > 0, p * (jnp.log(jnp.where(p > 0, p, 1.0)) - log_q), 0.0), axis=-1)

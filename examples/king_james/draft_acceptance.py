@@ -20,10 +20,10 @@ from dsv4_jax.engine import Engine, Request, generate
 
 @dataclasses.dataclass(frozen=True)
 class DraftAcceptance:
-    """Continues prompts with every number of drafts a step, and counts the accepted drafts.
+    """Continues prompts with 0, 1, 2, .. drafts per step, up to the model's maximum, and counts the accepted drafts.
 
-    All steps run in one program, so the tokens with drafts must be those without. Prints one JSON object, and rows for
-    the model's card.
+    Steps with and without drafts run in the same compiled program, so their tokens must be equal. Prints one JSON
+    object, and a table for the model's card.
 
     For example:
       python examples/king_james/draft_acceptance.py --text kjv/usr/lib/bible.data
@@ -52,22 +52,22 @@ class DraftAcceptance:
         config = DSV4Config.from_hf(checkpoint, mtp=True)
         assert config.drafts is not None
         prompts = self._prompts(config)
-        most = config.drafts.max_drafts or 3
+        max_drafts = config.drafts.max_drafts or 3
         model = CompiledModel(load_checkpoint(checkpoint, config))
         report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
         report |= {"requests": self.requests, "prompt": self.prompt, "tokens": self.tokens}
         engine = Engine(
             model,
-            self._manager(model, most),
-            token_budget=self.requests * (1 + most),
+            self._manager(model, max_drafts),
+            token_budget=self.requests * (1 + max_drafts),
             drafter="model",
-            draft_tokens=most,
+            draft_tokens=max_drafts,
             batch_invariant=True,
         )
         for name, sampling in {"greedy": SamplingParams(), "temperature_1": SamplingParams(temperature=1.0)}.items():
             plain = self._generate(engine, prompts, sampling, 0)
             total = sum(len(request.generated) for request in plain)
-            for drafts in range(1, 1 + most):
+            for drafts in range(1, 1 + max_drafts):
                 requests = self._generate(engine, prompts, sampling, drafts)
                 pairs = zip(plain, requests, strict=True)
                 same = sum(int(np.equal(a.generated, b.generated).sum()) for a, b in pairs)
@@ -77,9 +77,9 @@ class DraftAcceptance:
                 }
                 print(f"{name}, {drafts} drafts: {report[f'{name}_{drafts}']}", flush=True)
         if self.speed_tokens:
-            report["tokens_per_second"] = self._speed(model, prompts[0], most)
+            report["tokens_per_second"] = self._speed(model, prompts[0], max_drafts)
         print(json.dumps(report))
-        print(_table(report, most))
+        print(_table(report, max_drafts))
         if self.out is not None:
             write_report(self.out, report)
         return report
@@ -114,16 +114,16 @@ class DraftAcceptance:
                     raise output.request.error
         return requests
 
-    def _speed(self, model: CompiledModel, prompt: np.ndarray, most: int) -> dict[str, float]:
-        """Returns the tokens a second of one greedy request by number of drafts, the best of three runs."""
+    def _speed(self, model: CompiledModel, prompt: np.ndarray, max_drafts: int) -> dict[str, float]:
+        """Returns {number of drafts: tokens per second of one greedy request}, the best of three runs each."""
         rates: dict[str, float] = {}
         for turn in range(4):
-            for drafts in range(1 + most):
+            for drafts in range(1 + max_drafts):
                 options = {"max_new_tokens": self.speed_tokens, "chunk": self.prompt, "drafts": drafts}
                 begin = time.perf_counter()
-                generate(model, self._manager(model, most, 1), [prompt.tolist()], **options)
+                generate(model, self._manager(model, max_drafts, 1), [prompt.tolist()], **options)
                 rate = self.speed_tokens / (time.perf_counter() - begin)
-                if turn:  # the first compiles
+                if turn:  # turn 0 is not counted, because it compiles the programs
                     rates[str(drafts)] = max(rates.get(str(drafts), 0.0), round(rate, 1))
         return rates
 
@@ -136,10 +136,10 @@ def _summary(requests: list[Request], drafts: int) -> dict[str, Any]:
     return {"mean_accepted": round(float(accepted.mean()), 4), "acceptance": shares}
 
 
-def _table(report: dict[str, Any], most: int) -> str:
+def _table(report: dict[str, Any], max_drafts: int) -> str:
     lines = ["| drafts a step | accepted, greedy | accepted, temperature 1 | tokens/s |", "| --- | --- | --- | --- |"]
     rates = report.get("tokens_per_second", {})
-    for drafts in range(1 + most):
+    for drafts in range(1 + max_drafts):
         means = [report[f"{name}_{drafts}"]["mean_accepted"] if drafts else "" for name in ("greedy", "temperature_1")]
         cells = [f"{mean:.2f}" if drafts else "" for mean in means]
         lines.append(f"| {drafts} | {cells[0]} | {cells[1]} | {rates.get(str(drafts), '')} |")

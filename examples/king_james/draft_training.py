@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.nn import DeepseekV4ForCausalLM
 
 
-# Weights of drafts 1, 2 and 3: the accepted tokens that depend on each, if three of four drafts are right.
+# Weights of drafts 1, 2 and 3 in the loss. They are about in proportion to the mean number of accepted tokens that
+# depend on each draft, if three of four drafts are right.
 _WEIGHTS = (4 / 7, 2 / 7, 1 / 7)
 
 
@@ -21,10 +22,11 @@ def draft_losses(
 ) -> tuple[Float[Array, "B S"], DenseCache, dict[str, Float[Array, ""]]]:
     """Returns the cross-entropy of the block's drafts with the model's distributions, and the accepted drafts.
 
-    Pass j runs the block at all tokens t at once and drafts the token at t + j + 1. As in decoding, the first pass
-    takes the model's streams and the next token, and a later pass the streams of the pass before and the token after
-    that. Here it is the true token, because drafts after a wrong one are refused. A pass at t sees the rows of the
-    first pass up to t, and those of t's own passes.
+    Pass j = 1, 2, 3 runs the block at all positions t at once. It takes the token at t + j, and drafts the token at
+    t + j + 1. Pass 1 also takes the model's streams, and each later pass the streams of the preceding pass. In
+    decoding, the token that a later pass takes is the draft of the preceding pass. Here it is the token of the text,
+    because a draft after a wrong one is rejected anyway. At position t, a pass sees the rows of pass 1 up to t, and the
+    rows of the later passes at t.
 
     Args:
       model: from `for_training`.
@@ -32,8 +34,8 @@ def draft_losses(
       ids: [B, S + 1], see `training.batch`.
 
     Returns:
-      ([B, S] weighted mean over the passes; the cache after the block; {"accepted": mean number of greedy drafts that
-      are right up to the first wrong one, of 3}).
+      ([B, S] float32 cross-entropy in nats, the weighted mean over the passes; the cache after the block; {"accepted":
+      mean number of greedy drafts, of 3, before the first wrong one}).
     """
     batch = whole_sequences(ids[:, :-1])
     shape = ids[:, :-1].shape
@@ -47,12 +49,12 @@ def draft_losses(
     right = jnp.ones(shape, bool)
     accepted = jnp.float32(0)
     for number, weight in enumerate(_WEIGHTS, 1):
-        # The last tokens' drafts are for bytes outside the excerpt, and do not count.
+        # Drafts at the last tokens are for bytes past the end of the excerpt, and do not count.
         inside = jnp.arange(shape[1])[None, :] + number < shape[1]
-        after = jnp.roll(ids[:, 1:], 1 - number, axis=1)
-        step = dataclasses.replace(batch, token_ids=after.reshape(-1), positions=batch.positions + number - 1)
+        tokens = jnp.roll(ids[:, 1:], 1 - number, axis=1)
+        pass_batch = dataclasses.replace(batch, token_ids=tokens.reshape(-1), positions=batch.positions + number - 1)
         cache = dataclasses.replace(cache, pass_number=number - 1)
-        hidden, streams, cache = model.drafts(model, streams, cache, step)
+        hidden, streams, cache = model.drafts(model, streams, cache, pass_batch)
         logits = model.logits(hidden).reshape(*shape, -1)
         target = jnp.roll(model_logits, -number, axis=1)
         loss = optax.softmax_cross_entropy(logits, jax.nn.softmax(target))

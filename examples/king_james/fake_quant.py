@@ -25,7 +25,7 @@ from dsv4_jax.data import packaged_checkpoint
 class FineTune:
     """Fine-tunes the packaged model on the bytes of a text, once with float weights and once with `fake_quantize`.
 
-    The cache is rounded in both. Writes the trained weights in float32 to OUT/float and OUT/fake_quant, for
+    The cache is rounded in both trainings. Writes the trained weights in float32 to OUT/float and OUT/fake_quant, for
     `dsv4-jax convert` and `dsv4-jax score`.
 
     For example:
@@ -70,24 +70,24 @@ class FineTune:
                 losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), ids[:, 1:].reshape(-1))
                 return losses.mean() + after.index_loss, losses.mean()
 
-            gradient, value = jax.grad(loss, has_aux=True)(floats)
+            gradient, mean_loss = jax.grad(loss, has_aux=True)(floats)
             updates, state = optimizer.update(gradient, state)
-            return optax.apply_updates(floats, updates), state, value
+            return optax.apply_updates(floats, updates), state, mean_loss
 
         rng = np.random.default_rng(self.seed)
         state = optimizer.init(floats)
-        values = []
+        mean_losses = []
         for _ in track(range(self.steps), name, console=Console(stderr=True)):
             ids = np.full((self.rows, self.length + 1), kjv.BOS, np.int32)
             for row in ids:
                 start = rng.integers(0, len(text) - self.length)
                 row[1:] = text[start : start + self.length]
-            floats, state, value = step(floats, state, ids)
-            values.append(float(value))
+            floats, state, mean_loss = step(floats, state, ids)
+            mean_losses.append(float(mean_loss))
         folder = self.out / name
         save_release(nnx.merge(graph, floats, others), folder, weights="float32")
         shutil.copy(packaged_checkpoint() / "tokenizer.json", folder)
-        Console().print(f"{name}: {np.mean(values[-10:]):.4f} nats a byte in the last ten steps")
+        Console().print(f"{name}: {np.mean(mean_losses[-10:]):.4f} nats a byte in the last ten steps")
 
 
 def _is_trained(_, variable):

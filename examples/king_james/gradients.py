@@ -1,4 +1,4 @@
-"""The gradient of every parameter of a model, beside central differences and the dense cache's gradient."""
+"""Compares the gradient of every parameter of a model with central differences and with the dense cache's gradient."""
 
 import dataclasses
 import functools
@@ -49,13 +49,14 @@ An indexer's parameters have no gradient here, as [expected](../differentiable.m
 """
 # Parameters that only select entries; a selection has no gradient. The dense cache's index loss trains them.
 INDEXER = "indexer"
-# The most that a step of central differences changes the loss, or a parameter as a share of its size.
+# Limit of a step of central differences. A step changes the loss by at most about STEP. It changes a parameter's values
+# by at most STEP times their root mean square, or STEP times 0.1 if the root mean square is below 0.1.
 STEP = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """Writes a page with the differences of the packaged model's gradients, in float32.
+    """Writes a page with the differences between the packaged model's gradients and other gradients, in float32.
 
     For example:
       python examples/king_james/gradients.py --out docs/notes/gradients.md
@@ -81,10 +82,10 @@ class Gradients:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ByteCache(DenseCache):
-    """A dense cache whose entries can pass gradients as those of a quantized paged cache: in the RoPE dims alone.
+    """A dense cache that can pass gradients like a quantized paged cache: through the RoPE dims of entries alone.
 
     Attributes:
-      as_bytes: bool; whether they do.
+      as_bytes: bool; whether it does. If False, gradients pass through all dims of entries.
     """
 
     as_bytes: Any = False
@@ -106,7 +107,11 @@ class _ByteHandle(DenseHandle):
 def paged_forward(
     config: DSV4Config, ids: Int[np.ndarray, "S"], kv_format: str | KVFormat
 ) -> Callable[[Tensors, Decisions | None], tuple[Float[Array, "S V"], Decisions]]:
-    """Returns a function of (parameters, the experts to take, None = the model's own) to (logits, the experts)."""
+    """Returns a function (parameters, experts) -> (logits, experts) that runs a model over `ids` with a paged cache.
+
+    The argument `experts` says which experts each token takes; if it is None, the model selects them. The result
+    `experts` says which ones were taken.
+    """
     sizes = {"num_blocks": -(-len(ids) // 128), "max_requests": 1, "max_context": -(-len(ids) // 128) * 128}
     manager = KVCacheManager(config, kv_format=kv_format, dtype=jnp.float32, **sizes)
     batch = manager.prepare_forward({manager.admit(ids): ids}, prefill_size=len(ids))
@@ -128,10 +133,12 @@ class Difference:
     Attributes:
       norm: norm of the gradient in format "plain": that of the cross-entropy, or for an indexer's parameters that of
         the dense cache's index loss.
-      finite: largest difference from central differences along a direction, over the norm.
-      dense: largest difference from the dense cache's gradient, over the largest gradient; None for an indexer.
-      v4: the same in format "v4"; the dense cache rounds, and its entries pass gradients as bytes do.
-      fake_quant: the same in `FakeQuantFormat`; the dense cache rounds with straight-through gradients.
+      finite: largest difference from central differences along a direction, divided by the norm.
+      dense: largest difference of a component from the dense cache's gradient, divided by that gradient's largest
+        component; None for an indexer.
+      v4: like `dense`, with the paged cache in format "v4". The dense cache rounds, and passes gradients `as_bytes`.
+      fake_quant: like `dense`, with the paged cache in `FakeQuantFormat`. The dense cache rounds with straight-through
+        gradients.
     """
 
     norm: float
@@ -142,12 +149,12 @@ class Difference:
 
 
 def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], directions: int) -> dict[str, Difference]:
-    """Returns the differences of every gradient by the parameter's path.
+    """Returns {path of a parameter: differences of its gradient}, for the parameters that gradients train.
 
     Args:
       config: the model.
-      tensors: its arrays by path, float32.
-      ids: a text of a multiple of the window, of which all entries are selected, and one token more.
+      tensors: the model's arrays by path, float32.
+      ids: [S + 1] token ids of a text, S a multiple of the window. The text is so short that all entries are selected.
       directions: number of random directions of each parameter.
     """
     trained, fixed = apart(tensors)
@@ -180,8 +187,8 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
     gradients = {}
     experts = None
     for name in formats:
-        gradients[name], found = jax.jit(jax.grad(paged, has_aux=True), static_argnames="name")(trained, name=name)
-        experts = found if name == "dense" else experts
+        gradients[name], selected = jax.jit(jax.grad(paged, has_aux=True), static_argnames="name")(trained, name=name)
+        experts = selected if name == "dense" else experts
     logits = jax.jit(lambda tensors: forward["dense"](tensors | fixed, experts)[0])
 
     def losses(tensors):
@@ -197,12 +204,12 @@ def compare(config: DSV4Config, tensors: Tensors, ids: Int[np.ndarray, "S1"], di
     for path in trained:
         if INDEXER in path:
             assert not any(np.any(gradient[path]) for gradient in gradients.values()), path
-            # A smaller step crosses fewer edges of ReLUs.
+            # A smaller step crosses fewer kinks of ReLUs.
             result[path] = _finite(index_loss, trained, path, references["dense"][path], directions, STEP / 10)
             continue
-        found = _finite(losses, trained, path, gradients["dense"][path], directions)
+        difference = _finite(losses, trained, path, gradients["dense"][path], directions)
         others = {name: _largest(gradients[name][path], references[name][path]) for name in formats}
-        result[path] = dataclasses.replace(found, **others)
+        result[path] = dataclasses.replace(difference, **others)
     return result
 
 
@@ -222,22 +229,21 @@ def _finite(losses, tensors, path, gradient, directions, largest_step=STEP):
         direction = rng.normal(size=value.shape).astype(np.float32)
         ahead, behind = (value + sign * step * direction for sign in (1, -1))
         change = np.mean(losses(tensors | {path: jnp.asarray(ahead)}) - losses(tensors | {path: jnp.asarray(behind)}))
-        # The step that was taken, after rounding.
+        # The step from `behind` to `ahead` that was taken, which rounding to float32 has changed a little.
         expected = np.vdot(gradient, ahead.astype(np.float64) - behind)
         worst = max(worst, float(abs(change - expected) / (2 * step * norm)))
     return Difference(norm, worst)
 
 
-def _largest(found, reference):
-    return float(np.abs(found - reference).max() / np.abs(reference).max())
+def _largest(gradient, reference):
+    return float(np.abs(gradient - reference).max() / np.abs(reference).max())
 
 
 def page(differences: dict[str, Difference], tokens: int) -> str:
     """Returns the page of docs/notes."""
-    learning = [found for path, found in differences.items() if INDEXER not in path]
-    summary = {
-        name: max(getattr(found, name) for found in learning) for name in ("finite", "dense", "v4", "fake_quant")
-    }
+    trained = [difference for path, difference in differences.items() if INDEXER not in path]
+    names = ("finite", "dense", "v4", "fake_quant")
+    summary = {name: max(getattr(difference, name) for difference in trained) for name in names}
     return HEAD.format(tokens=tokens, count=len(differences), **summary) + table(differences)
 
 

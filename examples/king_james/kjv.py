@@ -1,7 +1,7 @@
 """The King James text as Debian ships it, in bytes, and how it is split.
 
-Package bible-kjv-text holds /usr/lib/bible.data: lines "Ge1:1 In the beginning ...", as the output of Unix `compress`
-with a checkpoint after each window of 64 KiB. The text is in the public domain.
+Package bible-kjv-text has the file /usr/lib/bible.data, which holds lines such as "Ge1:1 In the beginning ...". The
+lines are compressed as by Unix `compress`, in separate windows of 64 KiB. The text is in the public domain.
 """
 
 import itertools
@@ -12,11 +12,11 @@ import numpy as np
 
 
 BOS = 256
-EOS = 257  # every excerpt begins with BOS, every book ends with EOS
+EOS = 257  # every excerpt begins with BOS, and every book ends with EOS
 VOCAB = 258
 
-VALIDATION = ("Judges", "Hebrews")  # choose the checkpoint
-HELD_OUT = ("1 Samuel", "Ecclesiastes", "Jonah", "John")  # only ever scored
+VALIDATION = ("Judges", "Hebrews")  # books whose loss chooses the checkpoint
+HELD_OUT = ("1 Samuel", "Ecclesiastes", "Jonah", "John")  # books that the final model is scored on
 
 HOW_TO_GET_IT = """The text is in Debian's package bible-kjv-text (no root needed, any Debian or Ubuntu):
   apt-get download bible-kjv-text
@@ -40,10 +40,10 @@ def read_books(path: Path) -> dict[str, bytes]:
     """Reads the books of a text file by name: one verse a line, an empty line between chapters, no verse numbers.
 
     Args:
-      path: the package's bible.data, or any other file, whose books are "start" (nine tenths of it) and "end".
+      path: the package's bible.data. Any other file is divided into two books, "start" (nine tenths of it) and "end".
 
     Raises:
-      ValueError: no such file (the message says how to get one), or a damaged one.
+      ValueError: the file is damaged, or it cannot be read. In the latter case the message says how to get it.
     """
     try:
         data = path.read_bytes()
@@ -65,13 +65,13 @@ def read_books(path: Path) -> dict[str, bytes]:
 
 
 def split(books: dict[str, bytes]) -> dict[str, np.ndarray]:
-    """Returns tokens by part, "train", "validation" and "held_out": the books of each, with EOS after every book.
+    """Divides books among the parts "train", "validation" and "held_out".
 
-    Books are not divided, so that no held-out page is next to a trained one. In a plain file, the held-out part also
-    chooses the checkpoint.
+    Books stay whole, so that no held-out page is next to a page of the training text. Of a plain file, the book "end"
+    is both the validation text, which chooses the checkpoint, and the held-out text.
 
     Returns:
-      int32 [n] arrays of ids 0 to 255 and EOS.
+      {name of a part: [n] int32 ids of its books: bytes 0 to 255, and EOS after every book}.
     """
     if "end" in books:
         chosen = {"train": ("start",), "validation": ("end",), "held_out": ("end",)}
@@ -95,24 +95,24 @@ def decompress(data: bytes) -> bytes:
 
 
 def _lzw(data: bytes, size: int) -> bytes:
-    """Decompresses a window: codes of 9 bits and more, least significant bit first, which grow as the table fills."""
-    # A window ends when its size is reached; the checkpoint's padding follows.
+    """Decompresses a window of `size` bytes. Codes have 9 bits, and more as the table fills; lowest bits come first."""
+    # The loop ends when `out` has `size` bytes, because padding may follow the last code.
     table = [bytes([i]) for i in range(256)] + [b""]
     out = bytearray()
-    last = b""
+    previous = b""
     bits = 9
-    at = 0
-    while len(out) < size and at + bits <= 8 * len(data):
-        code = int.from_bytes(data[at >> 3 : (at >> 3) + 4], "little") >> (at & 7) & (1 << bits) - 1
-        at += bits
+    bit = 0
+    while len(out) < size and bit + bits <= 8 * len(data):
+        code = int.from_bytes(data[bit >> 3 : (bit >> 3) + 4], "little") >> (bit & 7) & (1 << bits) - 1
+        bit += bits
         if code == _CLEAR:
             break
-        if code > len(table) or (code == len(table) and not last):
+        if code > len(table) or (code == len(table) and not previous):
             raise ValueError("bible.data is damaged: a code before its entry")
-        entry = table[code] if code < len(table) else last + last[:1]
-        if last:
-            table.append(last + entry[:1])
+        entry = table[code] if code < len(table) else previous + previous[:1]
+        if previous:
+            table.append(previous + entry[:1])
         out += entry
-        last = entry
+        previous = entry
         bits = max(bits, len(table).bit_length())
     return bytes(out)

@@ -89,15 +89,16 @@ type Tensors = dict[str, Array]
 def first_weights(config: DSV4Config, seed: int) -> tuple[Tensors, Tensors]:
     """Draws the initial weights, float32 by module path.
 
-    Linear weights have variance 1 / inputs, and less where they write to the streams. Each block mostly reads one of
-    the streams, in turn, and hardly mixes them. Sinks and biases are 0.
+    Linear weights have variance 1 / (number of inputs), and less if their outputs are added to the residual streams.
+    At first, each layer reads mostly one stream, the layers in turn, and hardly mixes the streams. Sinks and other
+    biases are 0.
 
     Returns:
       The weights that gradients train, and those that they do not, see `apart`.
     """
     shapes = nnx.eval_shape(lambda: DeepseekV4ForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
-    # In the order of layers, so that the weights do not depend on which of them are stacked.
+    # Weights are drawn layer by layer, so that their values do not depend on which layers are stacked.
     views = sorted(parameter_views(shapes).items(), key=lambda item: _parts(item[0]))
     return apart({path: _first(config, rng, path, view) for path, view in views})
 
@@ -114,7 +115,7 @@ def _first(config, rng, path, like):
     if name in ("sinks", "position_bias", "hc_base", _BALANCE):
         return jnp.zeros(like.shape, jnp.float32)
     if name == "base":
-        # Biases of `pre`, `post` and `comb`: read one stream, write to all, mix little.
+        # Biases of `pre`, `post` and `comb`, with which a layer reads one stream, writes to all and mixes them little.
         streams = config.hc_mult
         reads = _layer(config, path) % config.hc_mult
         read = np.where(np.arange(streams) == reads, 1.0, -1.0)
@@ -165,7 +166,7 @@ def _layer(config, path):
 
 
 def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"], rate: float) -> Tensors:
-    """Updates the routers' biases: up for experts with less than their share, else down.
+    """Updates the routers' balancing biases: up for experts with less than the mean load, down for those with more.
 
     Layers without tokens are unchanged. From DeepSeek-V3's report (arXiv 2412.19437), section 2.1.2.
     """
@@ -178,7 +179,7 @@ def balanced(config: DSV4Config, fixed: Tensors, expert_load: Float[Array, "L E"
 
 
 def for_training(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
-    """Changes a model in place: layers become `TrainedLayer`, projections of indexers learn from their own loss."""
+    """Changes a model in place, and returns it: layers become `TrainedLayer`, their projections `DetachedIndexer`."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, DecoderLayer):
             module.__class__ = TrainedLayer
@@ -231,7 +232,10 @@ def all_experts(
 
 
 class DetachedIndexer(FusedLinear):
-    """Linear maps of one input. The loss of the indexer trains those of the indexer, and nothing before them."""
+    """Linear maps of one input. The maps of the indexer pass no gradient to the input.
+
+    So the indexer's loss trains the indexer's maps, and nothing before them.
+    """
 
     def __call__(self, x, norm=None):
         x = norm(x) if norm else x

@@ -62,8 +62,9 @@ class TrainTiny:
       size: tiny is the packaged model's shape; toy is for trying this script on a CPU.
       rows: number of sequences in a step.
       length: number of bytes in a sequence, a multiple of the window (128; toy: 8).
-      needles: share of the rows with hidden key-value pairs and questions about them; the checkpoint is then chosen by
-        the answers. Train on short rows first (128, 512, 2048, 16384): retrieval is learned at short distances first.
+      needles: share of the rows with hidden key-value pairs and questions about them. If it is above 0, the loss of the
+        answers chooses the checkpoint. Train on short rows first (lengths 128, 512, 2048, 16384), because retrieval is
+        learned at short distances first.
       questions: number of questions in a row with pairs.
       nearest: minimum distance in bytes from a question to its fact.
       learning_rate: peak learning rate.
@@ -112,30 +113,31 @@ class TrainTiny:
         )
         log = self.out / "log.jsonl"
         lines: list[dict[str, Any]] = []
-        if (last := manager.latest_step()) is not None:
-            state = manager.restore(last, args=ocp.args.StandardRestore(state))
-            # Through the host: arrays committed to a device would need another program.
+        if (restored_step := manager.latest_step()) is not None:
+            state = manager.restore(restored_step, args=ocp.args.StandardRestore(state))
+            # Restored arrays are committed to a device, for which `train_step` would be compiled again. Copies through
+            # the host are not committed.
             state = jax.tree.map(lambda value: jnp.asarray(np.asarray(value)), state)
-            lines = [line for line in map(json.loads, log.read_text().splitlines()) if line["step"] <= last]
+            lines = [line for line in map(json.loads, log.read_text().splitlines()) if line["step"] <= restored_step]
         every = self.every or max(self.steps // 40, 1)
         earlier = lines[-1]["seconds"] if lines else 0.0
         saved = begin
 
         with Progress(*_COLUMNS, console=Console(stderr=True)) as progress:
-            bar = progress.add_task("training", total=self.steps, completed=last or 0, state="compiling")
-            for step in range(last or 0, self.steps):
+            bar = progress.add_task("training", total=self.steps, completed=restored_step or 0, state="compiling")
+            for step in range(restored_step or 0, self.steps):
                 progress_made = np.float32(step / self.steps)
                 state, metrics = train_step(recipe, state, progress_made, *batch(recipe, parts["train"], step))
-                done = step + 1
-                late = self.minutes is not None and time.monotonic() - begin > 60 * self.minutes
-                if done % 10 == 0 or late:
-                    progress.update(bar, completed=done, state=f"{float(metrics['bits']):.3f} bits a byte")
-                if done % every == 0 or done == self.steps or late:
+                steps_done = step + 1
+                out_of_time = self.minutes is not None and time.monotonic() - begin > 60 * self.minutes
+                if steps_done % 10 == 0 or out_of_time:
+                    progress.update(bar, completed=steps_done, state=f"{float(metrics['bits']):.3f} bits a byte")
+                if steps_done % every == 0 or steps_done == self.steps or out_of_time:
                     check = evaluate_needles if recipe.needles else evaluate
                     bits = np.mean(check(recipe, state["trained"], state["fixed"], parts["validation"]))
                     lines.append({name: float(value) for name, value in metrics.items()})
                     lines[-1] |= {
-                        "step": done,
+                        "step": steps_done,
                         "validation": float(bits),
                         "seconds": earlier + time.monotonic() - begin,
                     }
@@ -143,10 +145,10 @@ class TrainTiny:
                     if lines[-1]["validation"] <= min(line["validation"] for line in lines):
                         tensors = state["trained"] | state["fixed"]
                         save_release(assemble(recipe.config, tensors, jnp.float32), self.out / "best")
-                    if done == self.steps or late or time.monotonic() - saved > _SAVE_EVERY:
-                        manager.save(done, args=ocp.args.StandardSave(state))
+                    if steps_done == self.steps or out_of_time or time.monotonic() - saved > _SAVE_EVERY:
+                        manager.save(steps_done, args=ocp.args.StandardSave(state))
                         saved = time.monotonic()
-                if late:
+                if out_of_time:
                     break
         manager.close()
         self._finish(recipe, parts["held_out"], lines)

@@ -25,16 +25,18 @@ class Recipe:
     Attributes:
       config: the model.
       rows, length: number of sequences in a step, and of bytes in each.
-      learning_rate: peak; it rises over the first twentieth of the steps, then falls as a cosine to a fiftieth.
+      learning_rate: peak learning rate. The rate rises to the peak over the first twentieth of the steps, then falls as
+        a cosine to a fiftieth of it.
       weight_decay: weight decay of matrices in AdamW.
       dropout: share of each block's output that is dropped.
-      select_from: share of the steps after which CSA attends to the indexer's selection; before, to all entries.
+      select_from: share of the steps after which CSA attends to the indexer's selection; until then to all entries.
       quantize_from: share of the steps after which weights and cache are rounded as in the saved model.
       needles: share of rows with hidden key-value pairs.
       questions, nearest: number of questions in such a row, and the minimum distance in bytes to the fact.
       needle_weight: weight in the loss of a digit that is asked for.
       kv_format: format of the cache's rows.
-      dtype: dtype of activations and of the weights' copies that they are multiplied with; the weights are float32.
+      dtype: dtype of activations, and of the copies of weights with which they are multiplied. The trained weights are
+        float32.
       balance_rate: change of a router's balancing bias in a step.
       seed: seed of the initial weights, the order of the data and dropout.
     """
@@ -66,7 +68,8 @@ def first_state(recipe: Recipe, start: tuple[Tensors, Tensors] | None = None) ->
 def batch(recipe: Recipe, text: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the step's ids and their weights in the loss, int32 and float32 [rows, length + 1].
 
-    Every row is an excerpt from a random place, after BOS.
+    Every row is BOS and an excerpt from a random place. A share `recipe.needles` of the rows, the first ones, has
+    key-value pairs and questions, see `training_row`.
     """
     rng = np.random.default_rng([recipe.seed, step])
     ids = np.full((recipe.rows, recipe.length + 1), kjv.BOS, np.int32)
@@ -98,8 +101,9 @@ def train_step(
       ids, weights: from `batch`.
 
     Returns:
-      (state; scalars: "bits" a byte, "index_loss" in nats, "gradient" norm, largest "load" of an expert over its share;
-      with a multi-token-prediction block also "accepted" from `draft_losses`)
+      (new state, metrics). The metrics are scalars: "bits" per byte, "index_loss" in nats, the norm of the "gradient",
+      and "load", the largest load of an expert divided by the mean load. With a multi-token-prediction block, there is
+      also "accepted" from `draft_losses`.
     """
     cache = dataclasses.replace(
         DenseCache.make(
@@ -154,7 +158,7 @@ def evaluate(recipe: Recipe, trained: Tensors, fixed: Tensors, text: np.ndarray)
 
 
 def evaluate_needles(recipe: Recipe, trained: Tensors, fixed: Tensors, text: np.ndarray) -> float:
-    """Returns the mean bits of the digits asked for, in a fixed batch of rows with pairs; guessing takes 3.3 bits."""
+    """Returns the mean bits of the digits that are asked for, in a fixed batch of rows. Guesses would take 3.3 bits."""
     ids, weights = batch(dataclasses.replace(recipe, needles=1.0), text, step=2**31)
     bits = np.asarray(_score(recipe, trained, fixed, ids)) / np.float32(np.log(2))
     return float(bits[weights[:, 1:] == recipe.needle_weight].mean())

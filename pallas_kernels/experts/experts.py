@@ -49,7 +49,7 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 MAX_PAIRS = 1024  # maximum number of pairs of a token and an expert; one warpgroup groups them
 MAX_SHARED_TOKENS = COLUMNS  # maximum number of tokens with a shared expert
 MAX_SEGMENTS = 4  # largest number of segments of a stage
-OTHER_BYTES = 8 << 10  # bytes of shared memory beside that of `SkinnyGemm`, enough for any number of tokens
+OTHER_BYTES = 8 << 10  # bytes of shared memory for everything but `SkinnyGemm`; enough for any number of tokens
 # Indices of the linear maps of an expert.
 GATE_UP = 0
 DOWN = 1
@@ -232,7 +232,7 @@ class ExpertsProblem:
         return self.layout == FP4 and self.inner < MULTIPLIERS * MAX_SEGMENTS * FP4.segment
 
     def other_bytes(self, workers: int) -> int:
-        """Returns how many bytes of shared memory a block needs beside those of `gemm`, with `workers` blocks."""
+        """Returns how many bytes of shared memory a block needs beside those of `gemm`. `workers`: number of blocks."""
         return 8 * GROUP_WORDS * sum(self.max_groups(i, workers) for i in self.maps) + 2048
 
     @property
@@ -260,7 +260,9 @@ class ExpertsProblem:
         return MULTIPLIERS if i == DOWN and self.has_short_rows else 1
 
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
-        """Returns the indices of a block's first tiles. The tiles of the previous block end there.
+        """Returns the indices of a block's first tile of groups and first tile of the shared expert.
+
+        At these indices, the tiles of the preceding block end.
 
         The tiles of the shared expert are divided evenly among the blocks. The tiles of groups, which have fewer bits,
         are divided so that all blocks read about the same number of bytes.
@@ -281,7 +283,7 @@ class ExpertsProblem:
         even_first = lax.div(worker * tiles, workers)
         if not shared:
             return even_first * together, jnp.int32(0)
-        # Sizes of tiles are compared by their numbers of bits per weight.
+        # The size of a tile is counted as its number of bits per weight, as if all tiles had equally many weights.
         bits = self.layout.bits * together
         shared_bits = FP8.bits
         shared_first = lax.div(worker * shared, workers)
@@ -290,8 +292,8 @@ class ExpertsProblem:
         # Bytes are balanced only if a block's share is at least one tile of the shared expert. With smaller shares, a
         # block with such a tile would need a negative number of tiles of groups.
         balanced = total >= shared_bits * workers
-        first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
-        return first * together, shared_first
+        routed_first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
+        return routed_first * together, shared_first
 
     def max_groups(self, i: int, workers: int) -> int:
         """Returns the maximum number of groups to which a block's tiles of map `i` belong, with `workers` blocks."""
@@ -445,7 +447,8 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
     depth = p.depth if gated else p.inner
     codes, scales = matrix
     functions = rows_of, load_inputs, finish
-    return Product(p.layout, codes, scales, lax.div(count, together), depth, 0, gated, *functions, together > 1)
+    count = lax.div(count, together)
+    return Product(p.layout, codes, scales, count, depth, 0, gated, *functions, whole_rows=together > 1)
 
 
 def _shared_product(p, i, block_tiles, counts, source_gmem, out_gmem, matrix):

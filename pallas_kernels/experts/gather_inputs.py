@@ -78,7 +78,7 @@ def _permute(four):
     `four` are this thread's columns, as words of two bfloat16. Word i of the result comes from thread i of the quad.
     """
     a, b, c, d = four
-    # First, columns i and i + 4 of a thread form a word.
+    # Puts columns i and i + 4 of this thread into word i. Then the threads of the quad exchange words.
     take_halves = "prmt.b32 $0, $1, $2, 0x5410;", "prmt.b32 $0, $1, $2, 0x7632;"
     four = _by_lane([thread_ops.pure(code, *pair) for pair in ((a, c), (b, d)) for code in take_halves])
     shuffle = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, 0xffffffff;"

@@ -40,7 +40,7 @@ class FlushContext:
         return max(self.c.rows - self.max_in_call, 0)
 
     def state_row(self, slot, position):
-        """Returns the row of a slot's position in `c.state_kv` and `c.state_gate`, whose leading axes are merged."""
+        """Returns the index of the state row of a slot's position, counted over the rows of all layers and slots."""
         c = self.c
         return (c.state_layer[0] * c.num_slots + slot) * c.ring + lax.rem(position, c.ring)
 

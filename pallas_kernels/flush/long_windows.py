@@ -417,7 +417,7 @@ def _pool_chunk(worker, window, k, refill):
     """
     p = worker.plan
 
-    def arrive():
+    def wait_for_rows():
         # The logits and the values of a chunk are two groups of copies. At each call, 2 * stages groups are in flight.
         # The first call waits for the group of chunk k's logits, and the second call for that of chunk k's values.
         copies.wait_copies(2 * p.stages - 1)
@@ -432,14 +432,14 @@ def _pool_chunk(worker, window, k, refill):
         bias = vectors.load(worker.staged(k, p.chunk_rows + bias_row, 1))
         return x + jnp.where(jnp.broadcast_to(worker.row(k) + j >= window.new, x.shape), bias, 0.0)
 
-    arrive()
+    wait_for_rows()
     logits = [logit(j) for j in range(p.chunk_rows)]
     refill(0)
     peak = entry.max_logit(logits)
     _send(worker, k, 0, peak)
     weights = entry.softmax_weights(logits, peak)
     _send(worker, k, 1, tree_sum(weights))
-    arrive()
+    wait_for_rows()
     values = [vectors.load(worker.staged(k, p.chunk_rows + p.bias_rows + j, 1)) for j in range(p.chunk_rows)]
     _send(worker, k, 2, entry.weighted_sum(weights, values))
     refill(1)

@@ -65,12 +65,12 @@ def _write(ctx, first, step, share):
 
     def write_one(i, _):
         number = first + i * step
-        safe = jnp.minimum(number, vectors_in_call - 1)
-        x = vectors.load(c.kv.at[safe]).astype(jnp.float32)
-        slot = ctx.slots_gmem[safe]
-        index = ctx.positions_gmem[safe]
-        exists = (number < vectors_in_call) & has_state(ctx, slot, index)
-        target = entry.find_target(ctx, jnp.where(exists, slot, 0), jnp.maximum(index, 0) * c.rate + (c.rate - 1))
+        clamped_number = jnp.minimum(number, vectors_in_call - 1)
+        x = vectors.load(c.kv.at[clamped_number]).astype(jnp.float32)
+        slot = ctx.slots_gmem[clamped_number]
+        entry_index = ctx.positions_gmem[clamped_number]
+        exists = (number < vectors_in_call) & has_state(ctx, slot, entry_index)
+        target = entry.find_target(ctx, jnp.where(exists, slot, 0), jnp.maximum(entry_index, 0) * c.rate + (c.rate - 1))
         target = dataclasses.replace(target, keep=target.keep & exists)
         entry.store_entry(ctx, target, entry.rotation(ctx, target), x, functools.partial(_across, ctx))
 
@@ -108,10 +108,10 @@ def _run(ctx, first, step, share, with_states):
     _store_windows(ctx, first, step, 0, share, *started)
     if share > SCAN:
 
-        def more(number, _):
+        def run_scan(number, _):
             _store_windows(ctx, first, step, number, share, *_start_scan(ctx, first, step, number))
 
-        lax.fori_loop(1, -(-share // SCAN), more, None)
+        lax.fori_loop(1, -(-share // SCAN), run_scan, None)
 
 
 def _start_scan(ctx, first, step, number):
@@ -252,14 +252,13 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
     slot = ctx.slots_gmem[token]
     position = ctx.positions_gmem[token]
     ring = jnp.int32(c.ring)
-    last = ctx.state_row(slot, position)
-    first_of_ring = last - lax.rem(position, ring)
+    ring_begin = ctx.state_row(slot, position) - lax.rem(position, ring)
     oldest = lax.rem(position - (c.rows - 1) + ring, ring)  # index of the window's row 0 in the ring
     column_of = _first_column(ctx)
 
     def in_ring(row):
         ring_row = oldest + row
-        return first_of_ring + jnp.where(ring_row >= ring, ring_row - ring, ring_row)
+        return ring_begin + jnp.where(ring_row >= ring, ring_row - ring, ring_row)
 
     def start_row(row, _=None):
         column = column_of(row)

@@ -108,7 +108,7 @@ def run_workers(
     def run_compressors(slots_gmem, positions_gmem, layer_gmem, compressors, result_rows_gmem, *results, **smem):
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("block") * WARPGROUPS + warpgroup
-        number = jnp.where(worker < workers, worker, tokens)
+        first_token = jnp.where(worker < workers, worker, tokens)
         for j, c in enumerate(compressors):
             buffers = {buffer: smem[buffer].at[pl.ds(warpgroup * strides[buffer], n)] for buffer, n in sizes(c).items()}
             ctx = FlushContext(
@@ -120,7 +120,7 @@ def run_workers(
                 result_rows_gmem=result_rows_gmem,
                 **buffers,
             )
-            pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, number))
+            pl.when(lax.axis_index("compressor") == j)(functools.partial(work, ctx, first_token))
 
     launch = kernel(
         run_compressors,
@@ -165,17 +165,17 @@ def _read_row(ctx, token, end):
     c = ctx.c
     tokens = ctx.slots_gmem.shape[0]
     ring = c.ring
-    safe = jnp.minimum(token, tokens - 1)
-    later = jnp.minimum(token + ring, tokens - 1)
-    slot = ctx.slots_gmem[safe]
-    position = ctx.positions_gmem[safe]
+    clamped_token = jnp.minimum(token, tokens - 1)
+    later_token = jnp.minimum(token + ring, tokens - 1)
+    slot = ctx.slots_gmem[clamped_token]
+    position = ctx.positions_gmem[clamped_token]
     is_stored = (token < end) & has_state(ctx, slot, position)
     if ctx.max_in_call > ring:
         # Skips a token if a later token of the call is stored in the same row of the ring.
-        is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later] != slot)
+        is_stored &= (token + ring >= tokens) | (ctx.slots_gmem[later_token] != slot)
     phase = lax.rem(jnp.maximum(position, 0), c.rate)
     halves = [pl.ds(half * c.dim, c.dim) for half in range(1 + c.overlap)]
-    rows = [(c.kv, safe), (c.gate, safe)]
+    rows = [(c.kv, clamped_token), (c.gate, clamped_token)]
     if c.position_bias is not None:
         rows.append((c.position_bias, phase))
     values = [[vectors.load(array.at[row, half]) for array, row in rows] for half in halves]

@@ -72,8 +72,8 @@ def ring_rows(token: jax.Array, slots, positions, layer, shape: tuple[int, ...])
       shape: shape of a pool of the rings, [layers, slots, ring, ..].
 
     Returns:
-      [n] int32 in layout PER_ROW; -1 for indices from T on, for padding, and for tokens whose row a later token of the
-      call overwrites.
+      [n] int32 in layout PER_ROW; -1 for indices from T on, for padding, for slots that the pools do not have, and for
+      tokens whose row a later token of the call overwrites.
     """
     _, num_slots, ring, *_ = shape
     tokens = slots.shape[0]
@@ -224,8 +224,8 @@ def _positions(layout, shape, rows):
 
     Yields:
       The index of a register, and three MLIR index values for the register's first value: its row in the pool, its
-      group in the row, and its column in the group. Without an axis in `shape`, its index is 0. `group` is also 0 if
-      each group is a row of the pool.
+      group in the row, and its column in the group. `group` and `column` are 0 if `shape` has no such axis. `group` is
+      also 0 if each group is a row of the pool.
     """
     numbers = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
     registers = np.ndindex(layout.registers_shape(shape))
@@ -238,7 +238,7 @@ def _positions(layout, shape, rows):
 
 
 def _pointer(ref, shape, row, group, column):
-    """Returns the address of the value at (row, group, column), for an array in registers of this shape."""
+    """Returns the address in `ref` of the value at (row, group, column). `shape` is that of the array in registers."""
     value = mlir.multiply_add(group, shape[2], column) if len(shape) == 3 else group
     offset = mlir.multiply_add(row, _width(ref), value)
     return mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset), _bits_type(ref))

@@ -43,12 +43,12 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> list[int]:
-        """The number of bytes of a row in each array, in the order of `columns`."""
+        """The number of bytes of a row in each pool, in the order of `columns`."""
         return [width * jnp.dtype(dtype).itemsize for _, dtype, width in self.columns]
 
     @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:
-        """The arrays of the pools, as tuples (name, dtype, number of elements per row)."""
+        """The pools, as tuples (name, dtype, number of elements per row)."""
         scale = jnp.float32 if self.scale_block is None else jnp.uint8
         code_width = self.nope_dim // (1 if self.codes == "e4m3" else 2)
         widths = code_width, self.rope_dim, self.scale_width
@@ -57,7 +57,7 @@ class RowLayout:
 
 @dataclasses.dataclass(frozen=True)
 class KeyLayout:
-    """The layout of a quantized indexer key: E2M1 codes and their scales.
+    """The layout of a quantized indexer key: E2M1 codes and their scales, in two arrays, the pools.
 
     A byte holds two codes, with the code of the even channel in the lower 4 bits.
     """
@@ -70,7 +70,7 @@ class KeyLayout:
 
     @property
     def columns(self) -> list[tuple[str, DTypeLike, int]]:
-        """The arrays of the pools, as tuples (name, dtype, number of elements per key)."""
+        """The pools, as tuples (name, dtype, number of elements per key)."""
         return [("codes", jnp.uint8, self.dim // 2), ("scale", jnp.uint8, self.dim // self.scale_block)]
 
 
@@ -82,7 +82,7 @@ def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
 
 
 def check_row_layout(layout: RowLayout) -> None:
-    """Raises NotImplementedError unless the number of codes is a multiple of 64 and kernels take the block size."""
+    """Raises NotImplementedError unless a row has a multiple of 64 codes and kernels take its `scale_block`."""
     blocks = {"e4m3": (None, GROUP, 32), "e2m1": (16,)}[layout.codes]
     check_rules(
         {
@@ -95,8 +95,8 @@ def check_row_layout(layout: RowLayout) -> None:
 def check_pools(layout: RowLayout | KeyLayout, pools: tuple[Any, ...]) -> None:
     """Raises NotImplementedError unless the pools have this layout and are not empty.
 
-    Pools are arrays [layers, blocks or slots, rows, width], in the order of `layout.columns`. Only the width differs
-    between pools. A pool with a width of 0 is None.
+    Pools are arrays [layers, blocks or slots, rows, width], in the order of `layout.columns`. They differ only in their
+    widths and dtypes. A pool with a width of 0 is None.
     """
     for (name, dtype, width), pool in zip(layout.columns, pools, strict=True):
         if width:

@@ -40,7 +40,7 @@ def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes E4M3 scales of blocks of values that are stored as E2M1, by the rules of V4.1's entries.
+    """Computes E4M3 scales of blocks of values that are stored as E2M1, by the rules of V4.1's compressed entries.
 
     Args:
       amax: float32, the largest magnitude of each block.

@@ -222,9 +222,8 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
     """Computes the mixing weights for all groups of tokens that the block has. `groups`: as in `_collapse_streams`."""
-    # Lane r of a warp computes logit r of the warp's token.
     block, blocks, count = groups
-    lane = vectors.thread() & (WARP - 1)
+    lane = vectors.thread() & (WARP - 1)  # lane r of a warp computes logit r of the warp's token
     bias = vectors.take(base_gmem, jnp.where(lane < p.rows, lane, -1))
     factors = vectors.take(scale_gmem, jnp.minimum(lane >> 2, scale_gmem.shape[0] - 1))
 
@@ -236,8 +235,8 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         totals = []
         chunks = range(p.slices * p.tokens_each // WARPS)
         for begin in chunks[::MAX_LOADS]:
-            loads = chunks[begin : begin + MAX_LOADS]
-            places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in loads]
+            loaded_chunks = chunks[begin : begin + MAX_LOADS]
+            places = [(group, chunk) if p.tokens_each == 1 else (chunk, group) for chunk in loaded_chunks]
             loaded = [vectors.load(partials_gmem.at[row, pl.ds(i * THREADS, THREADS)]) for row, i in places]
             totals.append(_pairwise_sum(loaded))
         sums = _pairwise_sum(totals)

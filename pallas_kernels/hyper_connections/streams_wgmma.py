@@ -98,7 +98,7 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
     tokens = refs.streams.shape[0]
     groups = lax.axis_size("group")
     tiles = -(-tokens // TOKENS)
-    share = groups * operand_smem.shape[0]
+    stride = groups * operand_smem.shape[0]
     first_tile = warpgroup * groups + group
 
     def chunk_at(i, chunk):
@@ -109,7 +109,7 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
         i = i + lax.div(chunk, CHUNKS)
         chunk = lax.rem(chunk, CHUNKS)
         # The last tile ends with the last token. It may overlap the previous tile; both write the same values.
-        first_token = jnp.minimum((first_tile + i * share) * TOKENS, tokens - TOKENS)
+        first_token = jnp.minimum((first_tile + i * stride) * TOKENS, tokens - TOKENS)
         return first_token, index * CHANNELS + chunk * CHUNK
 
     def visit_tile(i, ahead):
@@ -127,7 +127,7 @@ def _body(index, group, warpgroup, refs, operand_smem, weights_smem, weights_rea
         return ahead
 
     ahead = load_rows(*chunk_at(jnp.int32(0), jnp.int32(0)), refs)
-    lax.fori_loop(0, lax.div(tiles - first_tile + share - 1, share), visit_tile, ahead)
+    lax.fori_loop(0, lax.div(tiles - first_tile + stride - 1, stride), visit_tile, ahead)
 
 
 @primitive
@@ -160,7 +160,7 @@ def split_weight(target, fn, index: jax.Array, warpgroup: jax.Array) -> None:
 @mlir.emits(split_weight, plgpu.RefType(TRANSFORMS))
 def _emit_split_weight(target, fn, index, warpgroup):
     rows, columns = fn.type.shape
-    width = columns // STREAMS
+    dim = columns // STREAMS
     padded = -(-rows // 8) * 8
     eights = CHANNELS // 8  # number of pieces of 8 channels of a row in one stream
     units = padded * STREAMS * eights  # number of all such pieces; a thread splits one at a time
@@ -173,17 +173,17 @@ def _emit_split_weight(target, fn, index, warpgroup):
         stream = (unit // eights) % STREAMS
         eight = unit % eights
         clamped_row = row.minimum(rows - 1)
-        pointer = mlir.element(fn, clamped_row * (STREAMS * width) + stream * width + column + eight * 8, 4)
+        pointer = mlir.element(fn, clamped_row * (STREAMS * dim) + stream * dim + column + eight * 8, 4)
         values = [(row < rows).where(x, 0) for i in range(2) for x in words.load_four(mlir.at(pointer, 16 * i))]
         chunk = eight // (CHUNK // 8)
         inner = eight % (CHUNK // 8)
-        halves = [words.split(values[n : n + 4]) for n in (0, 4)]
-        for i, (low, high) in enumerate(zip(*halves, strict=True)):
-            line = (chunk * STREAMS + stream) * (PARTS * padded) + row + i * padded
-            thread_ops.store_vector(_swizzled(base, line, inner), [*low, *high])
+        terms = [words.split(values[n : n + 4]) for n in (0, 4)]
+        for part, (first_four, last_four) in enumerate(zip(*terms, strict=True)):
+            line = (chunk * STREAMS + stream) * (PARTS * padded) + row + part * padded
+            thread_ops.store_vector(_swizzled(base, line, inner), [*first_four, *last_four])
 
-    share = WARPGROUPS * THREADS
-    for first_unit in range(0, units, share):
+    threads = WARPGROUPS * THREADS
+    for first_unit in range(0, units, threads):
         with thread_ops.when(thread + first_unit < units):
             visit(thread + first_unit)
     mlir.ptx("fence.proxy.async.shared::cta;")

@@ -19,7 +19,7 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 MAX_HEADS = 64  # maximum number of heads in a product
-FLAGS = 32  # number of flags in an int32, one for each tile; a flag says that the scales of a key are far apart
+FLAGS = 32  # number of flags in an int32, one for each tile: whether the tile has a key whose scales are far apart
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,8 @@ def indexer_scores(
       positions: [T] int32, each token's position in its request, ascending in a slot; -1 = padding.
       keys: the layer's keys.
       candidates: [T, C] int32, indices of each token's candidate blocks, C even; -1 = none. Block b consists of the
-        request's keys 8 * b .. 8 * b + 7. Only the keys of candidate blocks are scored. If None, all keys are scored.
+        request's keys 8 * b .. 8 * b + 7. Only the keys of candidate blocks are scored, and the keys must have no
+        Hadamard rotation. If None, all keys are scored.
       config: tuning choices, or None for `Config.for_tokens`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 

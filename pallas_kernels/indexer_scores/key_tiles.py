@@ -133,14 +133,14 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
 
     `dtype` is the dtype of the multiplied keys and queries, float8_e4m3fn or bfloat16.
     """
-    # `sizes` splits the index of a dim into digits, and `order` is the order of these digits in the result. A lane
-    # holds words of 8 FP4 codes. For E4M3, a `wgmma` multiplies one word of each lane (32 dims). For bfloat16, one word
-    # of each lane takes two `wgmma`, of 16 dims each. For bfloat16, the digits are (lane, word, half word, `wgmma`,
-    # code), where `wgmma` is 0 or 1. Their order in the result is (word, `wgmma`, code, lane, half word).
+    # `sizes` splits the index of a dim into digits, and `order` is the order of these digits in the result. Each of the
+    # four lanes that share a key holds four words of 8 FP4 codes. In bfloat16, a word of each lane takes two `wgmma` of
+    # 16 dims: the digits (lane, word, half of the word, `wgmma`, code) become (word, `wgmma`, code, lane, half).
     sizes = (4, 4, 2, 2, 2)
     order = (1, 3, 4, 0, 2)
     if dtype == jnp.float8_e4m3fn:
-        # The digits are (lane, word, half word, code). Their order in the result is (word, half word, lane, code).
+        # In E4M3, a `wgmma` multiplies a word of each lane, 32 dims: the digits (lane, word, half of the word, code)
+        # become (word, half, lane, code).
         sizes = (4, 4, 2, 4)
         order = (1, 2, 0, 3)
     lead = x.ndim - 1

@@ -228,43 +228,43 @@ def mxfp4_words(x: jax.Array, layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
 
 @mlir.emits(mxfp4_words, VALUES, returns=(_E4M3_WORDS, _PER_HEAD))
 def _emit_mxfp4_words(x, layout):
-    def pair(name, x, y):
+    def on_pairs(name, x, y):
         return thread_ops.pure(f"{name} $0, $1, $2;", x, y)
 
     words = _words(x)
     largest = [word & 0x7FFF7FFF for word in words]
     while len(largest) > 1:
-        largest = [pair("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
+        largest = [on_pairs("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
     amax = (largest[0] & 0xFFFF).maximum(largest[0] >> 16) << 16
     amax = arith.maxnumf(thread_ops.as_float(amax), mlir.f32(6 * 2.0**-126))
-    bits = (thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF) >> 23  # the block's E8M0 scale, rounded up
-    top = bits
+    scale = (thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF) >> 23  # the block's E8M0 scale, rounded up
+    largest_scale = scale
     for distance in (1, 2):
-        top = top.maximum(U32(mgpu.utils.shfl_bfly(top.value, distance)))
+        largest_scale = largest_scale.maximum(U32(mgpu.utils.shfl_bfly(largest_scale.value, distance)))
     # `factor` is 1 / the block's scale, and `step` is the block's scale / the head's largest scale. Each is a pair of
     # equal bfloat16, computed from the biased exponent.
-    factor_exponent = U32(254) - bits
-    step_exponent = U32(127) - (top - bits).minimum(30)
+    factor_exponent = U32(254) - scale
+    step_exponent = U32(127) - (largest_scale - scale).minimum(30)
     factor = (factor_exponent << 7) * 0x00010001
     step = (step_exponent << 7) * 0x00010001
     codes_of_pairs = []
     for word in words:
         value = multiply(word, factor)
         # Rounds as `_emit_round_e2m1` does, but in bfloat16, whose mantissa has 16 bits less.
-        power = pair("max.u16x2", value & 0x7F807F80, U32(0x3F803F80))
+        power = on_pairs("max.u16x2", value & 0x7F807F80, U32(0x3F803F80))
         large = power + ((6 << 7) | (1 << 6)) * 0x00010001
-        rounded = pair("sub.rn.bf16x2", pair("add.rn.bf16x2", value, large), large)
+        rounded = on_pairs("sub.rn.bf16x2", on_pairs("add.rn.bf16x2", value, large), large)
         # The bits of the bfloat16 value * 2**(TOP - 120), shifted by 4, are the exponent and mantissa of the E4M3
         # value * 2**TOP, even of a subnormal one. The sign bit is shifted by 8.
-        value = multiply(multiply(rounded | (value & 0x80008000), step), (127 + TOP - 120) * 0x00800080)
-        codes_of_pairs.append(((value >> 4) & 0x007F007F) | ((value >> 8) & 0x00800080))
+        scaled = multiply(multiply(rounded | (value & 0x80008000), step), (127 + TOP - 120) * 0x00800080)
+        codes_of_pairs.append(((scaled >> 4) & 0x007F007F) | ((scaled >> 8) & 0x00800080))
     codes_of_fours = []
-    for first in range(0, len(codes_of_pairs), 4):
+    for start in range(0, len(codes_of_pairs), 4):
         # Turns words with pairs of dims i and i + 4 into words of dims 0 .. 3 and of dims 4 .. 7.
-        low = codes_of_pairs[first] | (codes_of_pairs[first + 1] << 8)
-        high = codes_of_pairs[first + 2] | (codes_of_pairs[first + 3] << 8)
+        low = codes_of_pairs[start] | (codes_of_pairs[start + 1] << 8)
+        high = codes_of_pairs[start + 2] | (codes_of_pairs[start + 3] << 8)
         codes_of_fours += [halves(low, high, i) for i in range(2)]
-    return codes_of_fours, [top]
+    return codes_of_fours, [largest_scale]
 
 
 @primitive

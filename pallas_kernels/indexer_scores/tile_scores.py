@@ -127,7 +127,8 @@ def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, f
         _store(sums, largest, out, row + j, first, block, factor * 2.0**TOP)
 
     with thread_ops.when(far > 0):
-        # `e2m1_pairs` returns the codes' values times 2**-126, which `factors` undo.
+        # A factor is the quotient of a scale and the key's largest scale, times 2**126, because `e2m1_pairs` returns
+        # the codes' values times 2**-126.
         factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
         keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
         thread_ops.loop(tokens, score_token)
@@ -185,10 +186,10 @@ def _far_sums(keys, queries, weights, token):
             # The 128-byte swizzle of the queries XORs the index of a piece of 16 bytes of a head with the head's index
             # modulo 8.
             places = [first_query + i * (8 * DIM) + ((head ^ (2 * word + half)) << 4) for half in range(2)]
-            first, second = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
+            first_four, last_four = (thread_ops.ptx("ld.shared.b32 $0, [$1];", place) for place in places)
             # Converts 8 values of a query to pairs of values i and i + 4, as `e2m1_pairs` does for keys. `e4m3_pairs`
             # returns values times 2**-120, and the product removes this factor.
-            q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first, second, high))]
+            q = [multiply(x, 0x7B807B80) for high in range(2) for x in e4m3_pairs(halves(first_four, last_four, high))]
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
@@ -229,10 +230,10 @@ def _add_up(dots, weights, head, sums):
 
 
 def _store(sums, largest, out, row, first, block, factor):
-    """Emits code that adds up sums over the four lanes that share two keys, and stores them times `factor / 2`.
+    """Emits code that adds up `sums` over the four lanes that share two keys, and stores them times `factor / 2`.
 
-    `sums` are from `_add_up`. `largest` are the E8M0 bits of the largest scale of each of the thread's two keys. If
-    `largest` is not None, the score of a key is also multiplied by this scale. The other arguments are as in `score`.
+    `sums` are from `_add_up`. `largest` is None, or for each of the thread's two keys the E8M0 bits of the key's
+    largest scale, by which its score is also multiplied. The other arguments are as in `score`.
     """
     lane = thread_ops.lane()
     total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
@@ -258,9 +259,9 @@ def _add_quads(sums, lane):
     lanes the total of the second key.
     """
     odd = (lane & 1) > 0
-    first, second = sums
-    kept = arith.select(odd.value, second, first)
-    sent = arith.select(odd.value, first, second)
+    first_key, second_key = sums
+    kept = arith.select(odd.value, second_key, first_key)
+    sent = arith.select(odd.value, first_key, second_key)
     total = arith.addf(kept, mgpu.utils.shfl_bfly(sent, 1))
     return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
 
@@ -281,7 +282,8 @@ def _dots(registers, queries, token, heads, tokens, kind):
     """
     size = {"e4m3": 1, "bf16": 2}[kind]
     registers = [mgpu.utils.bitcast(register, mlir.int_type()) for register in registers]
-    # `low` is the lower half of the matrix descriptor of the queries: their address in units of 16 bytes, and bit 16.
+    # `low` is the lower half of the matrix descriptor of the queries: their address in units of 16 bytes. Bit 16 sets a
+    # stride that is not used with this swizzle.
     low = (((thread_ops.shared(queries) & 0x3FFFF) >> 4) | (1 << 16)) + token * ((heads * DIM * size) >> 4)
     columns = tokens * heads
     count = columns // 2  # number of sums of a thread

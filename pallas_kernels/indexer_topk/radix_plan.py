@@ -53,7 +53,7 @@ class RadixPlan:
         while True:
             per_thread = -(-entries // (blocks * warpgroups * 128))
             plan = cls(k, blocks, warpgroups, -(-per_thread // 4) * 4)
-            if per_thread > 32:
+            if per_thread > 32:  # too many scores for a thread's registers: it loads them in chunks of 24
                 plan = cls(k, blocks, warpgroups, 24, -(-per_thread // 24))
             if plan.shared_bytes <= SHARED_BYTES or blocks == 8:
                 return plan

@@ -393,10 +393,10 @@ class RadixSelect:
             return visit(ops.load(keys + i * (128 * warps)), *carried)
 
         # The thread visits the keys with indices `number`, `number + stride`, .. below `count`. There are
-        # `left // stride` such keys.
+        # `remaining // stride` such keys.
         stride = 32 * warps
-        left = count + (stride - 1) - number.minimum(count + (stride - 1))
-        return block, ops.loop(left // stride, visit_key, *carried)
+        remaining = count + (stride - 1) - number.minimum(count + (stride - 1))
+        return block, ops.loop(remaining // stride, visit_key, *carried)
 
     @_for_thread
     def find(self, number: int, rank, shared):
@@ -586,8 +586,8 @@ class RadixSelect:
     def _exchange_totals(self, above, tied, shared):
         """Sends the numbers of this block's marks in the bitmaps `above` and `ties` to all blocks of the cluster.
 
-        If `shared`, all blocks know these numbers already. If block 0 processes the row alone, it only stores its own
-        numbers.
+        Sends nothing if `shared`, because all blocks then know the numbers already. If block 0 processes the row alone,
+        it only stores its own numbers.
         """
         plan = self.plan
         with ops.when((shared | self.alone).equals(0)):
@@ -620,6 +620,7 @@ class RadixSelect:
             selected_ties = (tied < ties).where(tie_bits, 0)
             above = above + ops.count_bits(above_bits)
             tied = tied + ops.count_bits(tie_bits)
+            # Only the row's first `ties` ties are selected. Of this word's ties, the last `surplus` ones are too many.
             surplus = ops.count_bits(selected_ties).minimum(tied - tied.minimum(ties))
             (selected_ties,) = ops.loop(surplus, lambda _, bits: [bits ^ ops.highest_bit(bits)], selected_ties)
 

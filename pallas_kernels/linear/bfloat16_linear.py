@@ -35,7 +35,7 @@ from pallas_kernels.runtime.roles import dispatch_warpgroups
 
 STEP = 256  # number of columns of a stage
 MAX_TOKENS = 64
-TOKENS = 8  # the number of columns of a `wgmma` is a multiple of this number
+TOKENS = 8  # the number of tokens, which are the columns of a `wgmma`, is a multiple of this number
 STAGING_BYTES = SHARED_BYTES - (18 << 10)  # shared memory for stages and the inbox of `SumExchange`
 MAX_SPLITS = 8  # maximum number of blocks of a cluster that every Hopper GPU supports
 # Indices of warpgroups.

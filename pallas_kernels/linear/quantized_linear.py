@@ -138,8 +138,9 @@ def quantized_linear(
     Args:
       x: [T, num_groups * K] bfloat16 activations, T up to 32, or up to 16 with a norm.
       weights: matrices whose rows, one matrix after the other, form the weight. Each is [M, K] bfloat16, or a pair of
-        E4M3 codes [M, K] uint8 and E8M0 scales [M / scale_block, K / scale_block] uint8, one for each block of codes. K
-        is a multiple of 256, or if `scale_block` is 32, of 64.
+        E4M3 codes [M, K] uint8 and E8M0 scales [M / scale_block, K / scale_block] uint8, rounded up, one for each block
+        of codes. K is a multiple of 256, or of 64 if all matrices have codes and `scale_block` is 32. If there are both
+        codes and bfloat16 weights, K is a multiple of 512, or of 128 if `scale_block` is 32.
       norm: [K] float32 weight of an RMS norm, or None. If given, each row of x is normalized and rounded first, and
         `spec.num_groups` is 1.
       layer: [] int32 index of this layer if all weights and the norm have a leading axis of layers, else None.
@@ -248,7 +249,7 @@ class QuantizedLinearProblem:
         """
         clip, divide = (jnp.clip, lax.div) if isinstance(worker, jax.Array) else (np.clip, operator.floordiv)
         bits = [layout.bits * tiles for layout, tiles in self.matrices]
-        # The size of the tiles of all preceding clusters. The unit is the size of a tile with one bit per weight.
+        # The total size of the tiles of all preceding clusters, in units of a tile with one bit per weight.
         begin = divide(worker * sum(bits), np.int32(self.config.workers))
         tile = 0
         for (layout, tiles), size in zip(self.matrices, bits, strict=True):
@@ -327,22 +328,22 @@ def _body(p, x_gmem, weights_gmem, norm_gmem, layer_gmem, *outs_gmem, factors_sm
             exchange.add_up(end_tile - first_tile, lambda n, total: store(first_tile + n, total))
 
 
-def _product(p, weight, place, own, split, load_inputs, finish):
+def _product(p, weight, matrix_tiles, block_tiles, split, load_inputs, finish):
     """Returns the `Product` that describes a block's tiles of one matrix.
 
     Args:
       p: description of the launch.
       weight: (layout, codes or weights, scales or None) of the matrix.
-      place: (number of tiles of the preceding matrices, number of tiles of this matrix).
-      own: (index of the block's first tile in this matrix, index after its last one).
+      matrix_tiles: (number of tiles of the preceding matrices, number of tiles of this matrix).
+      block_tiles: (index of the block's first tile in this matrix, index after its last one).
       split: index of the block in its cluster, which selects the block's columns.
       load_inputs, finish: as in `Product`, but with the index of a tile among the tiles of all matrices.
     """
     layout, codes_gmem, scales_gmem = weight
     gated = p.limit is not None
     depth = p.depth // p.config.splits
-    above, tiles = place
-    begin, end = own
+    tiles_above, tiles = matrix_tiles
+    begin, end = block_tiles
 
     def rows_of(n):
         # Blocks without a tile of this matrix call this function, too. The minimum keeps their rows inside the matrix.
@@ -358,15 +359,15 @@ def _product(p, weight, place, own, split, load_inputs, finish):
         first_column=split * depth,
         gated=gated,
         rows_of=rows_of,
-        load_inputs=lambda n, load: load_inputs(above + (begin + n), load),
-        finish=lambda n, sums: finish(above + (begin + n), sums),
+        load_inputs=lambda n, load: load_inputs(tiles_above + (begin + n), load),
+        finish=lambda n, sums: finish(tiles_above + (begin + n), sums),
     )
 
 
 def _store(p, outs_gmem, tile, sums):
-    """Writes a tile, 64 rows of the product, or SwiGLU of the tile, to the output that contains these rows.
+    """Writes a tile of 64 rows of the product to the output that contains these rows; with a limit, writes its SwiGLU.
 
-    `sums` [64, tokens] float32 are 2**-32 times the product.
+    `sums` [64, tokens] float32 are 2**-32 times the tile.
     """
     if p.limit is not None:
         epilogue.store_few(outs_gmem[0], sums, tile, limit=p.limit)

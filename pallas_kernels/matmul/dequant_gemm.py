@@ -1,8 +1,8 @@
 """GEMM with quantized weights: sums[r, n] = sum_k W[matrix, r, k] * x[n, k], for many inputs x.
 
 The kernel is bound by the throughput of `wgmma`. A block walks over the output tiles that the caller gives it, see
-`Operands`. The columns of a tile are split into steps of 32, 64 or 128 bytes of each weight row. A stage of shared
-memory holds the weights and the inputs of one step. With n = `DequantGemm.warpgroups`:
+`Operands`. The columns k of the weights are split into steps of 32, 64 or 128 bytes of each weight row. A stage of
+shared memory holds the weights and the inputs of one step. With n = `DequantGemm.warpgroups`:
 
     warpgroup   role        does                                                waits for       signals
     0..n-1      multiply    unpacks 64 weight rows in registers, runs `wgmma`,  stage_full      stage_empty
@@ -12,9 +12,10 @@ memory holds the weights and the inputs of one step. With n = `DequantGemm.warpg
                                                                                 codes_empty     codes_full
                                                                                 scales_empty    scales_full
 
-One copy brings FP4's scales of several steps to a separate ring. If FP4 steps have 64 bytes a row, one copy may also
-bring the codes of two steps to a separate ring: experts may lie in host memory, and PCIe reads 64 bytes at a lower rate
-than 128. The two blocks of a cluster multiply the same inputs, and each block copies half of the inputs to both.
+FP4's scales have a separate ring in shared memory, because one copy brings the scales of several steps. FP4's codes may
+have a separate ring, too, if steps have at most 64 bytes. Then one copy brings the codes of two steps. For experts may
+lie in host memory, and PCIe carries reads of 64 bytes at a lower rate than reads of 128 bytes. The two blocks of a
+cluster multiply the same inputs, and each block copies half of the inputs to both.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ REGISTERS = {2: (40, 232), 4: (24, 112)}
 class OutputTile(NamedTuple):
     """The location of an output tile's weights and inputs in global memory, as int32 indices."""
 
-    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, which the up projection's matrix follows
+    matrix: Any  # index of the matrix; if gated, index of the gate's matrix, and the up projection's matrix is the next
     row: Any  # index of the tile's first row in the matrix
     input: Any  # index of the tile's first input, a row of the array of inputs; a multiple of 8
     column: Any = 0  # index of the tile's first column in the array of inputs
@@ -179,10 +180,10 @@ class DequantGemm:
     def overlaps(self) -> bool:
         """Whether a step's weights are unpacked while the products of the previous step still run.
 
-        With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights.
-        A step that is a single chunk of 64 columns does not overlap, since the weights of the next step would be loaded
-        into registers that the running products still read. A step of bfloat16 is such a single chunk, and so is an FP4
-        step of 32 bytes.
+        With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights. Steps
+        of bfloat16 and FP4 steps of 32 bytes do not overlap. Each of them is a single chunk of 64 columns, so that the
+        weights of the next step would be loaded into registers that the running products still read. No kernel
+        multiplies FP8 with four warpgroups.
         """
         return self.warpgroups == 4 and self.layout.bits < 16 and (self.layout.bits == 8 or self.step_bytes > 32)
 
@@ -337,8 +338,17 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
     if refs.codes_full is not None:
         codes_slot = barriers.turn(refs.codes_full, lax.div(i, code_steps))
         pl.when(lax.rem(i, code_steps) == 0)(lambda: plgpu.barrier_wait(refs.codes_full.at[codes_slot]))
-    tiles = refs.codes_smem.at[codes_slot], scales_smem, scale_at, refs.inputs_smem.at[stage]
-    acc = dequant_wgmma.multiply_tile(acc, *tiles, warpgroup, gemm.layout, gemm.gated, not gemm.overlaps)
+    acc = dequant_wgmma.multiply_tile(
+        acc,
+        refs.codes_smem.at[codes_slot],
+        scales_smem,
+        scale_at,
+        refs.inputs_smem.at[stage],
+        warpgroup,
+        gemm.layout,
+        gemm.gated,
+        not gemm.overlaps,
+    )
     if refs.codes_full is not None:
         pl.when(lax.rem(i, code_steps) == code_steps - 1)(lambda: barriers.release(refs.codes_empty.at[codes_slot]))
     if gemm.overlaps:
@@ -363,15 +373,15 @@ def _fp8_scales(gemm, operands, tile, step, warpgroup):
 
 
 def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
-    """Does the work of `_fp8_scales` for blocks of 32 x 32 values. `column` is the step's first block of columns."""
-    last = operands.scales_gmem.shape[1] - 1
-    first = lax.div(tile.row, HALF)
-    halves = [(tile.matrix, first + 2 * warpgroup), (tile.matrix, first + 2 * warpgroup + 1)]
+    """Does the work of `_fp8_scales` for blocks of 32 x 32 values. `column` is the index of the step's first block."""
+    last_row = operands.scales_gmem.shape[1] - 1
+    first_half = lax.div(tile.row, HALF)
+    halves = [(tile.matrix, first_half + 2 * warpgroup), (tile.matrix, first_half + 2 * warpgroup + 1)]
     if gemm.gated:
-        halves = [(tile.matrix + i, first + warpgroup) for i in range(2)]
+        halves = [(tile.matrix + i, first_half + warpgroup) for i in range(2)]
     word = jnp.int32(0)
     for half, (matrix, row) in enumerate(halves):
         for block in range(2):
-            scale = operands.scales_gmem[matrix, jnp.minimum(row, last), column + block].astype(jnp.int32)
+            scale = operands.scales_gmem[matrix, jnp.minimum(row, last_row), column + block].astype(jnp.int32)
             word |= scale << (16 * half + 8 * block)
     return word

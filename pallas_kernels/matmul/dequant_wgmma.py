@@ -85,8 +85,8 @@ def multiply_tile(
     values = quantized_weights.decode(own_rows(codes_smem[...]), layout)
     columns = inputs_smem.shape[1]
     if layout.bits == 4:
-        part = lax.rem(scale_at * 32, values.shape[1])
-        values = lax.dynamic_slice_in_dim(values, part, columns, axis=1)
+        first_column = lax.rem(scale_at * 32, values.shape[1])
+        values = lax.dynamic_slice_in_dim(values, first_column, columns, axis=1)
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
     elif layout.has_small_blocks:
@@ -102,8 +102,8 @@ def multiply_tile(
 @multiply_tile.mosaic
 def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, warpgroup, layout, gated, complete=True):
     chunks = inputs_smem.shape[1] // CHUNK
-    matrices, rows, width = codes_smem.shape
-    rows = rows * matrices
+    matrices, matrix_rows, width = codes_smem.shape
+    rows = matrices * matrix_rows
     row_bytes = width * codes_smem.dtype.itemsize
     unpacker = {4: _fp4_unpacker, 8: _fp8_unpacker, 16: _bf16_loader}[layout.bits]
 
@@ -111,27 +111,27 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
         thread = mlir.thread()
         row_distance = rows // 2 if gated else 8  # from the thread's first row to its second row
         lane = thread % 32
-        row = lane >> 2
-        part = (lane & 3) * layout.columns(2)  # offset in bytes in the row
+        warp_row = lane >> 2
+        row_offset = (lane & 3) * layout.columns(2)  # offset in bytes in the row
         if layout.bits == 16:  # in `ldmatrix`, a thread gives the address of one row and receives values of other rows
-            row = (lane & 7) + ((lane >> 3) & 1) * row_distance
-            part = (lane >> 4) << 4
-        line = (thread >> 5) * (8 if gated else 16) + row
-        line = line + warpgroup * (HALF if gated else ROWS)  # index of the thread's first row in the tile
+            warp_row = (lane & 7) + ((lane >> 3) & 1) * row_distance
+            row_offset = (lane >> 4) << 4
+        first_row = (thread >> 5) * (8 if gated else 16) + warp_row
+        first_row = first_row + warpgroup * (HALF if gated else ROWS)  # index of the thread's first row in the tile
         # The swizzle permutes 16-byte pieces: a piece's index in a row is XORed with the index of its 128-byte line.
-        swizzle = ((line * row_bytes) >> 7) & (row_bytes // 16 - 1)
+        swizzle = ((first_row * row_bytes) >> 7) & (row_bytes // 16 - 1)
         if layout.columns(row_bytes) > chunks * CHUNK:
             # `codes` holds two tiles side by side. A scale belongs to 16 bytes of a row, so the tile's first byte in
             # a row is 16 times `scale_at`, the index of the tile's first scale.
-            part = part ^ ((scale_at << 4) & (row_bytes - 1))
-        place = thread_ops.shared(codes) + line * row_bytes + ((swizzle << 4) ^ part)
+            row_offset = row_offset ^ ((scale_at << 4) & (row_bytes - 1))
+        place = thread_ops.shared(codes) + first_row * row_bytes + ((swizzle << 4) ^ row_offset)
         # `row_scales` is the argument `scales` of the unpacker, for the two rows of this thread.
         if scales:
             (table,) = scales
             size = math.prod(table.type.shape) // rows  # number of scales of a row
             # A step of a single chunk needs only two scales of a row, 2 bytes at an even address.
             kind = "u16" if chunks == 1 else "u32"
-            row_scales = thread_ops.shared(table) + line * size + scale_at, row_distance * size, kind
+            row_scales = thread_ops.shared(table) + first_row * size + scale_at, row_distance * size, kind
         elif layout.has_small_blocks:
             # `scale_at` has two bytes for each half of the warpgroup's rows. If gated, a thread has a row in each half.
             # Otherwise, both rows of a thread are in one half, whose bytes are shifted to the lower end of `word`.
@@ -270,8 +270,9 @@ def _multiply(sums, weights, inputs, chunk, chunks):
     size = len(sums)
     address = arith.addi(inputs, mlir.i64(chunk * 1024))
     address = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
-    # The descriptor's lowest bits are the address, in units of 16 bytes. Bits 62 and up select the 128-byte swizzle,
-    # bits 32 and up are the stride between groups of 8 rows, in units of 16 bytes.
+    # The matrix descriptor of the inputs. Its lowest bits are the address, in units of 16 bytes. Bits 32 and up are the
+    # stride between groups of 8 rows, in the same units. Bits 62 and up select the 128-byte swizzle. Bits 16 and up are
+    # a stride that is not used with this swizzle.
     descriptor = arith.ori(address, mlir.i64((1 << 62) | ((chunks * 1024 >> 4) << 32) | (1 << 16)))
     registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]

@@ -102,7 +102,7 @@ def store_many(
         the input after the last one.
       staging_smem: [STAGING_BYTES] uint8, memory that only this warpgroup uses.
       limit: clipping limit of SwiGLU; None to store the products.
-      rows_gmem: [inputs] int32, index of each input's output row, only for products; None: input n has row n.
+      rows_gmem: [inputs] int32, index of each input's output row; None: input n has row n. Must be None with SwiGLU.
       weights_gmem: [inputs] float32, factor of each input's values of SwiGLU; None for 1.
       permuted: whether SwiGLU is stored in FP4's order, see `permute_columns`.
     """
@@ -139,7 +139,7 @@ def _emit_store_many(
 
 
 def _put_transposed(values, start, place):
-    """Writes the lines of up to 32 inputs from `start` on, transposed, to shared memory at address `place`."""
+    """Writes the lines of up to 32 inputs from `start` on, 64 products each, to shared memory at address `place`."""
     # An `stmatrix` of a warp transposes 16 rows and 16 inputs, as four matrices of 8 x 8 values.
     thread = mlir.thread()
     matrix = (thread % 32) >> 3

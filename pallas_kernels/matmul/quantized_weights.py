@@ -1,8 +1,8 @@
 """The storage of weights: FP8 with a scale for a block of values, FP4 with a scale for 32 columns, and bfloat16.
 
-Kernels unpack FP8 and FP4 weights to bfloat16 numbers that are 2**-32 times the weights. This is exact for E8M0 scales
-from 2**-85 to 2**33. The epilogues multiply sums by 2**32. The GEMMs first multiply sums of bfloat16 weights by 2**-32,
-so that the epilogues need not know how weights are stored.
+Kernels unpack FP8 and FP4 weights to bfloat16 numbers that are 2**-32 times the weights. These numbers are exact for
+E8M0 scales from 2**-85 to 2**33. The epilogues multiply sums by 2**32. bfloat16 weights are not unpacked. The GEMMs
+multiply their sums by 2**-32, so that the epilogues need not know how weights are stored.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ HALF = ROWS // 2  # number of rows of each half of a tile; the halves may lie ap
 SEGMENT = 64  # number of bytes of a row that four threads share
 SHIFT = 32  # unpacked weights are 2**-SHIFT times their values
 SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
-# The minimum size of a bulk copy, in bytes, and so the number of FP4 scales that a copy brings of each row. If rows
-# have 8 scales, it brings the 16 scales of two rows. If the number of scales of a row is neither 8 nor a multiple of
-# 16, one copy brings all scales of at least 32 rows.
+# The minimum size of a bulk copy, in bytes. A scale is a byte, so a copy brings 16 FP4 scales of each row if rows have
+# a multiple of 16 scales. If rows have 8 scales, a copy brings the 16 scales of two rows at a time. For other numbers
+# of scales, one copy brings all scales of at least 32 rows.
 SCALE_BYTES = 16
 
 
@@ -64,7 +64,7 @@ class WeightLayout:
 
     @property
     def min_segments(self) -> int:
-        """The number of segments that are multiplied together: 2 of bfloat16, with as many columns as 1 of FP8."""
+        """The number of segments that are multiplied at a time: 1, or for bfloat16 2, as many columns as 1 of FP8."""
         return 2 if self.bits == 16 else 1
 
     @property

@@ -76,12 +76,12 @@ def group_pairs(selected_gmem, table_gmem, counts_gmem, experts: int, scratch_sm
     groups = table_gmem.shape[0] // GROUP_WORDS
     chosen = selected_gmem[...]
     pairs, has_expert, rank, sizes = rank_pairs(chosen, experts)
-    filled = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
-    first_group = jnp.cumsum(filled) - filled
-    place = jnp.where(has_expert, first_group[jnp.where(has_expert, chosen, 0)] + rank // GROUP_SIZE, groups)
-    rows = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[place, 0].set(chosen, mode="drop")
-    table_gmem[...] = rows.at[place, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
-    counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(filled))
+    group_counts = (sizes + GROUP_SIZE - 1) // GROUP_SIZE
+    first_group = jnp.cumsum(group_counts) - group_counts
+    group = jnp.where(has_expert, first_group[jnp.where(has_expert, chosen, 0)] + rank // GROUP_SIZE, groups)
+    table = jnp.full((groups, GROUP_WORDS), -1, jnp.int32).at[group, 0].set(chosen, mode="drop")
+    table_gmem[...] = table.at[group, FIRST_PAIR + rank % GROUP_SIZE].set(pairs, mode="drop").reshape(-1)
+    counts_gmem[...] = jnp.zeros(counts_gmem.shape, jnp.int32).at[0].set(jnp.sum(group_counts))
 
 
 @mlir.emits(group_pairs)
@@ -105,8 +105,8 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     turns = -(-pairs // mlir.THREADS)
     ranked = [_rank_pair(ids, selected_gmem, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
     mgpu.utils.warpgroup_barrier()
-    filled = [_fill_groups(ids, sizes, padded, i) for i in range(padded // mlir.THREADS)]
-    total = _start_groups(ids, filled, first_groups, sums)
+    group_counts = [_fill_groups(ids, sizes, padded, i) for i in range(padded // mlir.THREADS)]
+    total = _start_groups(ids, group_counts, first_groups, sums)
     with ops.when(ids.thread.equals(0)):
         ops.store_global(counts_gmem, 0, total)
     mgpu.utils.warpgroup_barrier()
@@ -172,14 +172,14 @@ def _fill_groups(ids, sizes, padded, i):
     return (before + (GROUP_SIZE - 1)) // GROUP_SIZE
 
 
-def _start_groups(ids, filled, first_groups, sums):
-    """Stores the index of each expert's first group at address `first_groups`. A thread does this for its experts.
+def _start_groups(ids, group_counts, first_groups, sums):
+    """Stores the index of the first group of each of this thread's experts at address `first_groups`.
 
-    `filled` lists the number of groups of each of the thread's experts. `sums` is the address of scratch memory, a word
+    `group_counts` lists the number of groups of each of these experts. `sums` is the address of scratch memory, a word
     for each warp. Returns the number of groups of all experts.
     """
     total = U32(0)
-    for count in filled:
+    for count in group_counts:
         total = total + count
     up_to = ops.warp_prefix_sum(total)
     with ops.when(ids.lane.equals(31)):
@@ -191,8 +191,8 @@ def _start_groups(ids, filled, first_groups, sums):
         warp_groups = ops.load(sums + 4 * warp)
         before = before + (ids.warp > warp).where(warp_groups, 0)
         groups = groups + warp_groups
-    for i, count in enumerate(filled):
-        expert = ids.thread * len(filled) + i
+    for i, count in enumerate(group_counts):
+        expert = ids.thread * len(group_counts) + i
         ops.store(first_groups + (expert << 2), before)
         before = before + count
     return groups

@@ -98,7 +98,8 @@ class Product:
 class SkinnyScratch(NamedTuple):
     """Shared memory and barriers of a skinny GEMM: types to allocate outside the kernel, references inside it."""
 
-    # [stages, 64 or more, elements] weights or codes, an array for each dtype and number of bytes in a stage's rows
+    # [stages, 64 or more, elements] weights or codes: an array for each entry of `SkinnyGemm.row_bytes`, that is, for
+    # each dtype and number of elements that a row of a stage can have.
     codes_smem: Any
     weights_empty: Any  # a barrier for each stage
     weights_full: Any  # a barrier for each stage
@@ -138,7 +139,7 @@ class SkinnyGemm:
     step_segments: int  # number of segments of a step, a multiple of `segments`; see `most_segments`
     places: int = MULTIPLIERS  # number of places for a tile's partial sums: one for each warpgroup, or 1 to save memory
     max_stages: int = MAX_STAGES  # largest number of stages of weights in shared memory
-    short_rows: tuple[int, ...] = ()  # numbers of columns of further matrices, FP4 with `Product.whole_rows`
+    short_rows: tuple[int, ...] = ()  # numbers of columns of the FP4 matrices whose products have `whole_rows`
 
     @property
     def depth(self) -> int:
@@ -245,8 +246,8 @@ class SkinnyGemm:
         """Returns the scratch types for `run`. The caller's own arrays take `other_bytes` bytes of shared memory."""
         stages = self.stages(other_bytes)
         has_scales = self.has_stage_scales
-        slots = self.tile_scales[0]
-        tile_barriers = functools.partial(plgpu.Barrier, num_barriers=slots)
+        scale_slots = self.tile_scales[0]
+        tile_barriers = functools.partial(plgpu.Barrier, num_barriers=scale_slots)
         # Arrays of different kinds of rows share their memory; FP4 and FP8 even share one array. The interpreter gets
         # separate arrays, because it reports writes to two arrays of a `RefUnion` as a race.
         codes = []
@@ -254,8 +255,8 @@ class SkinnyGemm:
             transforms = self.stage_format(self.matrices[0][0]).transforms(elements)
             shape = stages, self.stage_bytes // row_bytes, elements
             codes.append(plgpu.SMEM(shape, dtype, transforms=transforms))
-        turns = MULTIPLIERS if self.takes_turns else MULTIPLIERS - 1
-        sums = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
+        turn_barriers = MULTIPLIERS if self.takes_turns else MULTIPLIERS - 1
+        sums_shape = (ROWS, self.tokens) if interpret else (ROWS * self.tokens,)
         return SkinnyScratch(
             codes_smem=plgpu.RefUnion(*codes) if len(codes) > 1 and not interpret else codes,
             weights_empty=plgpu.Barrier(num_barriers=stages),
@@ -264,12 +265,12 @@ class SkinnyGemm:
             sums_full=plgpu.Barrier(num_arrivals=self.places, num_barriers=self.slots),
             inputs_ready=plgpu.Barrier(num_arrivals=MULTIPLIERS),
             scales_smem=plgpu.SMEM((stages, ROWS, SCALE_BYTES), jnp.uint8) if has_scales else None,
-            sums_smem=plgpu.SMEM((self.slots, self.places, *sums), jnp.float32),
+            sums_smem=plgpu.SMEM((self.slots, self.places, *sums_shape), jnp.float32),
             sums_empty=plgpu.Barrier(num_barriers=self.slots),
-            turns=plgpu.Barrier(num_barriers=self.slots * turns) if self.places == 1 else None,
-            tile_scales_smem=plgpu.SMEM(self.tile_scales, jnp.uint8) if slots else None,
-            tile_scales_empty=tile_barriers(num_arrivals=MULTIPLIERS) if slots else None,
-            tile_scales_full=tile_barriers() if slots else None,
+            turns=plgpu.Barrier(num_barriers=self.slots * turn_barriers) if self.places == 1 else None,
+            tile_scales_smem=plgpu.SMEM(self.tile_scales, jnp.uint8) if scale_slots else None,
+            tile_scales_empty=tile_barriers(num_arrivals=MULTIPLIERS) if scale_slots else None,
+            tile_scales_full=tile_barriers() if scale_slots else None,
         )
 
     def run(self, warpgroup: jax.Array, products: Sequence[Product], refs: SkinnyScratch) -> None:
@@ -435,7 +436,7 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (index of the warpgroup's i-th stage among the tile's stages, its index among a row's stages)."""
+        """Returns two indices of the warpgroup's i-th stage: among the stages of the tile, and among those of a row."""
         if self.product.whole_rows:
             return i * MULTIPLIERS + first, i
         per_step = self.gemm.stages_per_step
@@ -470,7 +471,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
     warpgroup = steps.warpgroup
 
     def load(source_gmem, rows, divisor=1, column=0, norm=(), eps=0.0):
-        """Loads the inputs of the product's tiles from here on, see `Product.load_inputs`."""
+        """Loads the inputs of this tile and of later tiles with the same inputs, see `Product.load_inputs`."""
         if norm:
             _, factors_smem = norm
             skinny_prologue.store_factors(factors_smem, source_gmem, eps, warpgroup)
@@ -532,12 +533,12 @@ def _multiply_steps(steps, refs, tile, scales):
         scales = refs.tile_scales_smem.at[scales_slot, pl.ds(first_line, lines)]
 
     def add_stage(i, acc):
-        index, step = steps.index_of(i, first_step)  # `index` counts the stages of the tile, `step` those of a row
+        index, row_stage = steps.index_of(i, first_step)
         stage = barriers.turn(refs.weights_full, steps.copied + tile * tile_stages + index)
         plgpu.barrier_wait(refs.weights_full.at[stage])
         has_stage_scales = layout.bits == 4 and not row_scales
         operand = refs.scales_smem.at[stage, pl.ds(0, scale_lines)] if has_stage_scales else scales
-        operands = codes_smem.at[stage, pl.ds(0, ROWS)], operand, refs.inputs_smem, step
+        operands = codes_smem.at[stage, pl.ds(0, ROWS)], operand, refs.inputs_smem, row_stage
         acc = skinny_mma.multiply_add(acc, *operands, stage_format)
         barriers.release(refs.weights_empty.at[stage])
         return acc
@@ -565,25 +566,28 @@ def _load_scales(steps, tile):
 
 
 def _add_in_turn(steps, refs, acc, turn, slot):
-    """Adds a warpgroup's partial sums to a slot of `sums_smem`, after the warpgroups with lower turns did."""
+    """Adds a warpgroup's partial sums to a slot of `sums_smem`, when the warpgroups with lower turns have done so.
+
+    `turn` is the warpgroup's place in the order of addition, 0 to 3.
+    """
     place = refs.sums_smem.at[slot, 0]
     takes_turns = steps.gemm.takes_turns
     if takes_turns:
         # The order of the warpgroups changes from tile to tile. If warpgroups shared a barrier, each would have to wait
         # for all arrivals there, also for those that are meant for others. So each warpgroup waits at a barrier of its
-        # own. `barrier` is that of the next warpgroup in the order.
-        barrier = slot * MULTIPLIERS + ((steps.warpgroup + 1) & (MULTIPLIERS - 1))
+        # own, and signals the barrier of the next warpgroup in the order.
+        next_barrier = slot * MULTIPLIERS + ((steps.warpgroup + 1) & (MULTIPLIERS - 1))
     else:
-        barrier = slot * (MULTIPLIERS - 1) + turn
+        next_barrier = slot * (MULTIPLIERS - 1) + turn
     pl.when(turn == 0)(lambda: wgmma.put(place, acc))
 
     @pl.when(turn > 0)
     def _():
-        own_barrier = slot * MULTIPLIERS + steps.warpgroup if takes_turns else barrier - 1
+        own_barrier = slot * MULTIPLIERS + steps.warpgroup if takes_turns else next_barrier - 1
         plgpu.barrier_wait(refs.turns.at[own_barrier])
         wgmma.add_to(place, acc)
 
-    pl.when(turn < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[barrier]))
+    pl.when(turn < MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.turns.at[next_barrier]))
     pl.when(turn == MULTIPLIERS - 1)(lambda: plgpu.barrier_arrive(refs.sums_full.at[slot]))
 
 

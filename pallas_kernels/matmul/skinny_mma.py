@@ -1,9 +1,9 @@
 """Products of weights in shared memory with a few inputs, by the instruction `mma`: [64 rows, 8 inputs] at a time.
 
 A warp multiplies 16 rows, and a thread holds weights of two of these rows. Four threads share a row: each thread reads
-16 of 64 consecutive bytes, which are whole scale blocks of FP4. `mma` expects other columns in these threads, so
-`skinny_prologue` reorders the columns of the inputs in the same way. bfloat16 weights are read in the order of unpacked
-FP8, so that weights of both kinds can be multiplied with the same inputs.
+16 of 64 consecutive bytes. In FP4, 16 bytes are the 32 columns that have a common scale. `mma` expects other columns in
+these threads, so `skinny_prologue` reorders the columns of the inputs in the same way. bfloat16 weights are read in the
+order of unpacked FP8, so that weights of both kinds can be multiplied with the same inputs.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class StageFormat:
     step_segments: int  # number of segments of a step; one warpgroup multiplies all stages of the step
     # FP4: number of scales of a row, if all scales of a tile were copied together; otherwise 0.
     row_scales: int
-    # Whether a stage is stored as tiles [32, elements]. Then each matrix has whole steps, because a copy with tiles may
-    # not go past the end of a row.
+    # Whether a stage is stored as tiles [32, elements]. If so, each matrix has a whole number of steps, because a copy
+    # with tiles may not go past the end of a row.
     has_tiles: bool
 
     def transforms(self, elements: int) -> tuple[Any, ...]:
@@ -72,10 +72,11 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array, step_s
       blocks of 32 columns, lane i holds the two blocks of the i-th segment of the warpgroup's steps. Bytes of blocks
       past the end are unspecified.
     """
-    lanes = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP
+    pairs = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP  # index of each lane's two blocks
     if step_segments:
-        lanes += lanes // step_segments * ((MULTIPLIERS - 1) * step_segments)
-    blocks = first + 2 * lanes
+        # Skips the steps of the other warpgroups.
+        pairs += pairs // step_segments * ((MULTIPLIERS - 1) * step_segments)
+    blocks = first + 2 * pairs
     count = scales_gmem.shape[1]
     words = jnp.zeros(mlir.THREADS, jnp.int32)
     for byte, (row, i) in enumerate(itertools.product(rows, range(2))):
@@ -106,7 +107,7 @@ def _emit_load_scales(scales_gmem, rows, first, step_segments=0):
 
 @primitive
 def multiply_add(
-    acc: jax.Array, codes_smem, scales, inputs_smem, step: jax.Array, stage_format: StageFormat
+    acc: jax.Array, codes_smem, scales, inputs_smem, stage: jax.Array, stage_format: StageFormat
 ) -> jax.Array:
     """Returns acc + weights @ inputs over the columns of a stage. With FP8 and FP4 weights, sums are scaled by 2**-32.
 
@@ -122,7 +123,7 @@ def multiply_add(
           row.
         * bfloat16: not used.
       inputs_smem: inputs that `skinny_prologue.load_inputs` stored.
-      step: int32 scalar, index of the stage, counted from the first column of the inputs.
+      stage: int32 scalar, index of the stage among those of a row, counted from the first column of the inputs.
       stage_format: format of the stage.
     """
     layout = stage_format.layout
@@ -134,11 +135,11 @@ def multiply_add(
         table = scales[...].reshape(ROWS, -1)
         if row_scales:
             table = jnp.pad(table, ((0, 0), (0, size // 32)))
-        first_scale = lax.rem(step * (size // 32), table.shape[1])
+        first_scale = lax.rem(stage * (size // 32), table.shape[1])
         exponents = lax.dynamic_slice_in_dim(table, first_scale, size // 32, axis=1).astype(jnp.int32)
         values *= decode_scales(jnp.repeat(exponents, 32, axis=1))
     elif layout.bits == 8:
-        block = (step * size + lax.iota(jnp.int32, size)) // layout.block  # index of each column's block
+        block = (stage * size + lax.iota(jnp.int32, size)) // layout.block  # index of each column's block
         lane = block // 2
         if layout.has_small_blocks:
             lane = _lane_of_segment(lane, stage_format.step_segments)
@@ -148,14 +149,14 @@ def multiply_add(
         half_bits = 16 if gated or layout.has_small_blocks else 0
         shift = 8 * (block % 2)[None, :] + half_bits * half[:, None]
         values *= decode_scales((scales[lane][None, :] >> shift) & 255)
-    x = inputs_smem[:, pl.ds(step * (size // UNIT), size // UNIT)].astype(jnp.float32)
+    x = inputs_smem[:, pl.ds(stage * (size // UNIT), size // UNIT)].astype(jnp.float32)
     x = x.transpose(0, 2, 1, 3).reshape(-1, size)
     products = jnp.dot(values, x.T, precision="highest")
     return acc + (quantized_weights.interleave_halves(products) if gated else products)
 
 
 @multiply_add.mosaic
-def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_format):
+def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_format):
     layout = stage_format.layout
     gated = stage_format.gated
     row_bytes = codes_smem.shape[1] * layout.dtype.itemsize
@@ -166,12 +167,11 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
     stage_units = layout.columns(row_bytes) // UNIT
     together = layout.min_segments
 
-    def emit(acc, codes, scales, inputs, step):
+    def emit(acc, codes, scales, inputs, stage):
         thread = mlir.thread()
         inner = thread & 3  # index of the thread among the four that share a row
         line = (thread % 32) >> 2  # index of this group of four threads in the warp
-        # `rows` are the addresses of the thread's two rows. If gated, these are row i of the tile's first half and row
-        # i of its second half.
+        # `first_row` is the address of the bytes that this thread reads in row 0 of the stage.
         if layout.bits == 16:
             # As in FP8's order, each of four threads reads 16 consecutive columns, 32 bytes. Two of them read the last
             # 16 bytes first, so that the four threads read from different banks.
@@ -185,8 +185,10 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
                 factors = functools.partial(_factors_fp8_32, stage_format.step_segments)
             elif stage_format.row_scales:
                 factors = functools.partial(_factors_of_tile, stage_format.row_scales)
-            factors = factors(scales, thread, step, stage_units, gated)
+            factors = factors(scales, thread, stage, stage_units, gated)
             weights = functools.partial(_weights_fp, layout, factors)
+        # `rows` are the addresses of these bytes in the thread's two rows. If gated, the two rows are row i of the
+        # tile's first half and row i of its second half.
         if gated:
             row = first_row + (((thread >> 5) << 3) + line) * row_bytes
             rows = [row, row + HALF * row_bytes]
@@ -195,12 +197,12 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
             row = row + ((((thread >> 5) & 1) << 4) + line) * row_bytes
             rows = [row, row + 8 * row_bytes]
         # A unit of 8 inputs takes 512 bytes, 16 for each thread of a warp.
-        step_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((step * stage_units) << 9)
+        stage_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((stage * stage_units) << 9)
 
         def add_segments(i, *sums):
             """Adds the products of `together` segments. A loop calls it, since unrolled code is slower to fetch."""
             segment = i * together
-            segment_inputs = step_inputs + segment * (segment_units << 9)
+            segment_inputs = stage_inputs + segment * (segment_units << 9)
             return add_units(sums, segment_inputs, weights(segment, [row + segment * SEGMENT for row in rows]))
 
         def add_units(sums, segment_inputs, weights_of_units):
@@ -219,15 +221,15 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, step, stage_forma
         sums = thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
         if not has_half:
             return sums
-        # In the last half of a segment, each thread reads 8 bytes, and two threads share a scale.
+        # In the half segment at the end of the stage, each thread reads 8 bytes, and two threads share a scale.
         places = [row + segments * SEGMENT - (inner << 3) for row in rows]
-        half_inputs = step_inputs + segments * (segment_units << 9)
+        half_inputs = stage_inputs + segments * (segment_units << 9)
         return add_units(sums, half_inputs, weights(segments, places, half=True))
 
     layouts = codes_smem, plgpu.RefType(stage_format.transforms(codes_smem.shape[1]))
     operand = (scales, thread_ops.vector_layout(scales.shape)) if layout.bits == 8 else scales
     kind = plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, plgpu.Layout.WGMMA)
-    return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs_smem, step, returns=kind)
+    return mlir.inline(emit, (acc, plgpu.Layout.WGMMA), layouts, operand, inputs_smem, stage, returns=kind)
 
 
 def _weights_fp(layout, factors, segment, places, half=False):
@@ -237,7 +239,7 @@ def _weights_fp(layout, factors, segment, places, half=False):
 
     Args:
       layout: storage of the weights.
-      factors: the function that `_factors_fp4` or a like function returned.
+      factors: result of `_factors_fp4`, or of one of the other functions `_factors_*`.
       segment: index of the segment in the stage.
       places: addresses of the thread's codes of both rows.
       half: whether this is a half segment, which FP4 stages with `_factors_of_tile` may end with.
@@ -264,16 +266,17 @@ def _weights_bf16(late, segment, places, half=False):
         yield segment_unit, [fp8_pairs(thread_ops.load_vector(place + (segment_unit << 4))) for place in places]
 
 
-def _factors_fp4(scales, thread, step, stage_units, gated):
+def _factors_fp4(scales, thread, stage, stage_units, gated):
     """Returns a function that maps a segment's index in the stage to two factors, one for each row of the thread.
 
-    A factor is a word of two equal bfloat16. `stage_units` is the number of units of 32 columns of a stage.
+    A factor is a word of two equal bfloat16: the scale of the thread's columns times 2**(126 - 32). Its products with
+    the results of `e2m1_pairs` are the unpacked weights. `stage_units` is the number of units of 32 columns of a stage.
     """
     line = (thread % 32) >> 2
     inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
     size = scales.type.shape[0] * quantized_weights.SCALE_BYTES // ROWS  # number of scales of a row
-    first_place = thread_ops.shared(scales) + row * size + inner + ((step * stage_units) & (size - 1))
+    first_place = thread_ops.shared(scales) + row * size + inner + ((stage * stage_units) & (size - 1))
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
     def factors(segment):
@@ -283,14 +286,14 @@ def _factors_fp4(scales, thread, step, stage_units, gated):
     return factors
 
 
-def _factors_of_tile(row_scales, scales, thread, step, stage_units, gated):
+def _factors_of_tile(row_scales, scales, thread, stage, stage_units, gated):
     """Returns a function like that of `_factors_fp4`, for FP4 with all scales of the 64 rows in shared memory.
 
     The function has a further argument, `half`: whether the segment is a half segment at the end of the stage.
     """
     assert not gated
     line = (thread % 32) >> 2
-    row = thread_ops.shared(scales) + step * stage_units + ((thread >> 5) * 16 + line) * row_scales
+    row = thread_ops.shared(scales) + stage * stage_units + ((thread >> 5) * 16 + line) * row_scales
     rows = row, row + 8 * row_scales
     code = "{ .reg .u16 s; ld.shared.u8 s, [$1]; cvt.u32.u16 $0, s; }"
 
@@ -303,13 +306,16 @@ def _factors_of_tile(row_scales, scales, thread, step, stage_units, gated):
     return factors
 
 
-def _factors_fp8(scales, thread, step, stage_units, gated):
-    """Returns a function like that of `_factors_fp4`, for FP8. `scales` is the result of `load_scales`."""
+def _factors_fp8(scales, thread, stage, stage_units, gated):
+    """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 128 columns.
+
+    A factor's products with the results of `e4m3_pairs` are the unpacked weights. `scales` is from `load_scales`.
+    """
     word = U32(mlir.scalar(scales))
 
     def factors(segment):
         # A scale belongs to 128 columns, two segments.
-        block = (step * (stage_units // 2) + segment) >> 1
+        block = (stage * (stage_units // 2) + segment) >> 1
         scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
         scales_of_blocks = scales_of_blocks >> ((block & 1) << 3)
         halves = [power_pair(((scales_of_blocks >> (16 * half)) & 255) + (120 - SHIFT)) for half in range(1 + gated)]
@@ -318,18 +324,19 @@ def _factors_fp8(scales, thread, step, stage_units, gated):
     return factors
 
 
-def _factors_fp8_32(step_segments, scales, thread, step, stage_units, gated):
+def _factors_fp8_32(step_segments, scales, thread, stage, stage_units, gated):
     """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 32 columns."""
     word = U32(mlir.scalar(scales))
-    # Of the four threads that share a row, two read the first block of a segment, and two the second block.
+    # `block` and `half` are bit offsets in a lane's word of scales, see `load_scales`. Of the four threads that share a
+    # row, two read the first block of a segment, and two the second block.
     block = ((thread & 3) >> 1) << 3
     # Without a gate, both rows of a thread are in the same half of the tile.
     half = U32(0) if gated else (thread >> 6) << 4
 
     def factors(segment):
-        lane = _lane_of_segment(step * (stage_units // 2) + segment, step_segments)
-        own = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, lane) >> (block + half)
-        pairs = [power_pair(((own >> (16 * i)) & 255) + (120 - SHIFT)) for i in range(1 + gated)]
+        lane = _lane_of_segment(stage * (stage_units // 2) + segment, step_segments)
+        scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, lane) >> (block + half)
+        pairs = [power_pair(((scales_of_blocks >> (16 * i)) & 255) + (120 - SHIFT)) for i in range(1 + gated)]
         return [pairs[0], pairs[-1]]
 
     return factors

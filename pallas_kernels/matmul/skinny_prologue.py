@@ -49,15 +49,15 @@ def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
     def add_row(i):
         row = warp + i * warps
         with thread_ops.when(row < tokens):
-            total = mlir.f32(0.0)
+            squares = mlir.f32(0.0)
             for first_column in range(0, columns, 8 * mlir.WARP):
                 group = row * (columns // 8) + (lane + first_column // 8)  # index of a group of 8 values, 16 bytes
                 offset = arith.shli(mlir.to_u64(group), mlir.i64(4))
                 for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), offset))):
-                    total = thread_ops.fma(value, value, total)
-            mean = thread_ops.fma(thread_ops.sum_lanes(total), mlir.f32(1 / columns), mlir.f32(eps))
+                    squares = thread_ops.fma(value, value, squares)
+            mean_square = thread_ops.fma(thread_ops.sum_lanes(squares), mlir.f32(1 / columns), mlir.f32(eps))
             code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
-            factor = mlir.ptx(code, mean, results=mlir.f32_type())
+            factor = mlir.ptx(code, mean_square, results=mlir.f32_type())
             with thread_ops.when(lane.equals(0)):
                 thread_ops.store(thread_ops.shared(factors_smem) + (row << 2), thread_ops.bits(factor))
 
@@ -132,11 +132,11 @@ def _emit_load_inputs(
     copied, eights = (count // 8 for count in columns)  # counted in pieces of 8 columns, 16 bytes
     threads = MULTIPLIERS * mlir.THREADS
     # The threads copy `lines` rows at once. A thread loads its 8 columns of `rows_at_once` rows before it stores them.
-    # This number is lower with a norm or with scales of small blocks, which take registers.
+    # `rows_at_once` is lower with a norm or with scales of small blocks, which take registers.
     lines = max(1, threads // eights)
     count = rows if isinstance(rows, int) else tiles * COLUMNS
-    fewer = 4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1
-    rows_at_once = min(-(-count // lines), COLUMNS // fewer)
+    max_rows = COLUMNS // (4 if norm else 2 if layout.has_small_blocks and count > 2 * COLUMNS else 1)
+    rows_at_once = min(-(-count // lines), max_rows)
     thread = mlir.thread() + warpgroup * mlir.THREADS
     target = thread_ops.shared(inputs_smem)
     width = source_gmem.type.shape[1]

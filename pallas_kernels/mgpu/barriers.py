@@ -71,7 +71,7 @@ sync_block.mosaic(lambda barrier: mlir.inline(gpu.barrier))
 
 @primitive
 def arrive_cluster(barrier) -> None:
-    """Arrives at the cluster's barrier. Threads see this thread's earlier writes when `wait_cluster` returns.
+    """Arrives at the cluster's barrier. What this thread wrote before is visible to all threads after `wait_cluster`.
 
     The interpreter arrives at `barrier`, a `plgpu.ClusterBarrier`. If `barrier` is None, the interpreter does nothing.
     """

@@ -104,12 +104,12 @@ def e2m1_pairs(word: U32) -> list[U32]:
     """Converts a word of eight E2M1 codes to four words of two bfloat16, which are 2**-126 times the values.
 
     Word i of the result holds codes i and i + 4. The bits of an E2M1 code become the sign, the two lowest exponent bits
-    and the highest mantissa bit of a bfloat16. One instruction puts signs and other bits together for two words of the
-    result, whose bits lie 4 positions apart.
+    and the highest mantissa bit of a bfloat16. One instruction merges the signs with the other bits, for two words of
+    the result at once. In its result, the bits of one of these words lie 4 positions below their final places.
     """
     pairs = []
     for signs, others in (word << 8, word << 2), (word, word >> 6):
-        # `lop3` computes signs & mask | others & ~mask in one instruction; compilers emit more for this expression.
+        # `lop3` computes signs & mask | others & ~mask in one instruction. For the expression, compilers emit several.
         both = thread_ops.pure("lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", signs, others)
         pairs += [(both << 4) & 0x81C081C0, both & 0x81C081C0]
     return pairs

@@ -67,7 +67,7 @@ def start_rows(target, pieces, *, column: jax.Array, size: int) -> None:
     Args:
       target: [rows * size] float32 in shared memory, the number of rows a multiple of 4.
       pieces: tuples (array, row, begin): an array [.., width] float32 in global memory, and two int32 scalars. Row r of
-        the target comes from the last tuple with `begin <= r`: it is a copy of row `row + r` of that tuple's array.
+        the target is a copy of row `row + r` of `array`, for the last of the tuples with `begin <= r`.
       column: int32 scalar, the first of the columns to copy.
       size: number of columns to copy.
     """

@@ -2,9 +2,9 @@
 
 Each GPU owns a mailbox, memory that never moves and whose address all GPUs know. A thread sends its values by storing
 them into its slots of every mailbox. It receives values by polling the mailbox of its GPU. Calls of `exchange` are
-counted, and a 4-byte word of values is stored together with the count of the call, as 8 bytes. So a slot is complete if
-it holds the call's count, and slots need not be cleared. The counter of calls is part of the mailbox, so different
-kernels, programs and models can share a mailbox.
+counted. A thread stores a word of values, 4 bytes, and the count of the call together, as 8 bytes at once. So the
+receiver knows that a word has come when the call's count is beside it, and slots need not be cleared. The counter of
+calls is part of the mailbox, so different kernels, programs and models can share a mailbox.
 
 Two generations of slots, for even and for odd calls, are enough. A GPU sends the values of call n + 2 into the slots of
 call n after it has received the values of call n + 1 from all other GPUs. By then, every other GPU has started call

@@ -152,8 +152,8 @@ def store(ref, values: jax.Array, *, transposed: bool = False) -> None:
     """Writes an accumulator [rows, columns] to global memory.
 
     Args:
-      ref: [rows, columns] float32 reference. If `transposed`: [n, m] float32 or bfloat16 reference, n up to `columns`
-        and m up to `rows`, for the first n columns of the first m rows.
+      ref: [rows, columns] float32 reference. If `transposed`: [n, m] float32 or bfloat16 reference, to which the first
+        n columns of the first m rows are written.
       values: [rows, columns] float32 in the layout of an accumulator.
       transposed: whether to transpose the values.
     """

@@ -1,15 +1,15 @@
 """Lowered kernels on disk, and worker processes that lower kernels in parallel.
 
-JAX keeps compiled programs in the folder `jax_compilation_cache_dir`, and finds them by their lowered text. This does
-not avoid the lowering, which takes 20 to 30 seconds of Python for the kernels of one decode step, most of it in
-Mosaic's search for register layouts. The text also differs between processes, because Mosaic numbers the kernels in the
-order in which a process lowers them. Therefore the lowered module of each kernel is stored, as `jax.export` writes it,
-in the subfolder `kernels`. The name of a file is a hash of everything that the module depends on: the arguments' types,
-the static arguments, the kernels' sources, and the versions of JAX.
+JAX keeps compiled programs in the folder `jax_compilation_cache_dir`, and finds them by their lowered text. So each
+process still has to lower its programs. For the kernels of one decode step, this takes 20 to 30 seconds of Python, most
+of it in Mosaic's search for register layouts. The lowered text also differs between processes, because Mosaic numbers
+the kernels in the order in which a process lowers them. Therefore the lowered module of each kernel is stored, as
+`jax.export` writes it, in the subfolder `kernels`. The name of a file is a hash of everything that the module depends
+on: the arguments' types, the static arguments, the kernels' sources, and the versions of JAX.
 
-A kernel that is not stored is lowered by a worker process, while this process continues to trace the program. Then a
-thread of this process compiles the kernel. This saves time, because XLA would compile the program's kernels one after
-another.
+On a GPU, a kernel that is not stored is lowered by a worker process, while this process continues to trace the program.
+Then a thread of this process compiles the kernel. Worker processes and threads save time, because XLA would compile the
+program's kernels one after another. `_executors` says when there are no worker processes.
 """
 
 import contextlib
@@ -116,7 +116,8 @@ def _run(*arrays, build, types):
     return jax.tree.leaves(build().call(*arrays))
 
 
-# JAX primitive that calls a lowered kernel. `build()`, which returns the module, is called when the program is lowered.
+# JAX primitive that calls a lowered kernel. Its parameter `build` is a function that returns the kernel's module. The
+# function is called when the surrounding program is lowered.
 _kernel_p = Primitive("lowered_kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_impl(_run)

@@ -10,7 +10,7 @@ of groups is even, two blocks with the same rows form a cluster, and each dequan
     1 add       sums of columns 256 .. 511                    keys_full, weights_full    weights_empty, keys_empty
     2 load      dequantizes rows to shared memory             keys_empty                 keys_full
 
-`score` computes the weights of the next tile while `add` still works on this one. After the last tile, `score` passes
+`score` can compute the weights of a tile while `add` still adds the preceding tile. After the last tile, `score` passes
 the factors of the final sums to `add` (barrier `scale_full`). With KV splits, both roles store their sums for `combine`
 instead. The order in which a token's rows are added depends on the shapes of the arguments and on the token's position,
 never on another token.
@@ -60,9 +60,9 @@ class Config:
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
         """Chooses the number of KV splits for an H100.
 
-        The function first takes the largest number, up to 66, with which all blocks run at once. If fewer splits do not
-        need more tiles each, it chooses the smallest such number. Then a token with the maximum number of tiles has no
-        empty split.
+        With the largest number of splits, up to 66, with which all blocks run at once, a split has up to n tiles. The
+        result is the smallest number of splits that have up to n tiles each. So a token with the maximum number of
+        tiles has no empty split.
         """
         tiles = problem.max_tiles
         # Combining more than 66 splits takes more time than the additional blocks save.
@@ -125,7 +125,7 @@ class DecodeBuffers:
     """
 
     blocks: int = static_field(default=1)  # number of blocks in the cluster, 1 or 2
-    # The queries, overwritten by the result at the end. The axis of size 1 is indexed by the `zero` of `_score_tile`.
+    # The queries. At the end, the result overwrites them. The axis of size 1 exists so that `_score_tile` can index it.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     # Terms added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` also says that they were written.
@@ -318,7 +318,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         keys_smem = buffers.keys_smem.at[stage]
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
-        # `zero` is always 0, but the compiler does not know that, see `store_unit`. It is needed only for two layouts.
+        # `zero` is always 0, but the compiler does not know that, see `store_unit`. With one layout it is not needed.
         zero = None if layouts[0] == layouts[1] else lax.shift_right_logical(tile, jnp.int32(30))
         for i in range(addresses.units):
             first_row = jnp.int32((addresses.first_unit + i) * UNIT)

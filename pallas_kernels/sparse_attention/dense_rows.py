@@ -74,11 +74,11 @@ class TokenRows:
     def __init__(self, rows: DenseRows, token: jax.Array):
         self.rows = rows
         self.token = token
-        first = kv_tiles.splat(4 * token)  # index of the token's metadata
-        self.position = take(rows.metadata, first)
-        self.first_token = take(rows.metadata, first + 1)
-        self.past_end = take(rows.metadata, first + 2)
-        self.first_entry = take(rows.metadata, first + 3)
+        place = kv_tiles.splat(4 * token)  # index of the token's metadata
+        self.position = take(rows.metadata, place)
+        self.first_token = take(rows.metadata, place + 1)
+        self.past_end = take(rows.metadata, place + 2)
+        self.first_entry = take(rows.metadata, place + 3)
         self.count = take(rows.counts, kv_tiles.splat(token))
 
     def tile_rows(self, tile: jax.Array) -> list[jax.Array]:
@@ -136,10 +136,10 @@ class WorkItems:
         return self.rows.tiles(self.locate(i)[0])
 
     def loop(self, body) -> jax.Array:
-        """Calls `body(i, first, tiles)` for each item i, and returns the total number of tiles.
+        """Calls `body(i, first_tile, tiles)` for each item i, and returns the total number of tiles.
 
-        `tiles` is the item's number of tiles, and `first` the number of tiles of the block's earlier items. Both are
-        int32 scalars. The next item's number of tiles is loaded before the call of `body`.
+        `tiles` is the item's number of tiles. `first_tile` is the index of the item's first tile among all tiles of the
+        block. Both are int32 scalars. The next item's number of tiles is loaded before the call of `body`.
         """
 
         def step(i, carry):

@@ -58,10 +58,11 @@ def _emit_inverse_rope(values, angles_gmem, token):
     width = values.shape[1]
     pairs = angles_gmem[0].type.shape[1]
     _, column = next(layout.thread_idxs(values.shape))
+    # An angle has 4 bytes and belongs to two columns, so a column moves the address by 2 bytes.
     offset = mlir.multiply_add(mlir.to_i64(token), 4 * pairs, mlir.to_i64(arith.muli(column, mlir.index(2))))
     pointers = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
     strides = layout.tiling.tile_strides((width, 1))
-    factors: dict[int, list[Any]] = {}  # {`rotated`: [cosine, sine]}
+    factors: dict[int, list[Any]] = {}  # {column, counted from the first rotated one: [cosine, sine]}
     for indices in np.ndindex(values.registers.shape):
         # `distance` is the number of columns from the thread's first column to the register's column, the same in all
         # threads.

@@ -89,8 +89,8 @@ def load_unit(first_pools, second_pools, use_second: jax.Array, row: jax.Array, 
       first_pools, second_pools: (nope, rope, scale) in global memory, as in `Paged`. `rope` is None if all values are
         codes.
       use_second: int32 scalar; 0 to load from `first_pools`, else from `second_pools`.
-      row: [16] int32 in the layout PER_ROW, index of each row in pools whose axes but the last are merged. A row with
-        -1 does not exist and is read as zeros.
+      row: [16] int32 in the layout PER_ROW, index of each row in its pools, counted over all axes but the last. A row
+        with -1 does not exist and is read as zeros.
       layouts: byte layouts of the rows in `first_pools` and in `second_pools`, see `check_layouts`.
 
     Returns:
@@ -115,15 +115,16 @@ def check_layouts(layouts: RowLayouts) -> None:
 
 
 def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the arrays that rows of E2M1 codes fill in a unit whose layouts are E4M3 codes and E2M1 codes."""
+    """Returns the arrays (codes, scales) that E2M1 rows fill in a unit that can hold either E4M3 or E2M1 rows."""
     return unit[:2]
 
 
 def _unit_types(layout):
-    """Returns the types of a unit's arrays: words of codes, of RoPE values and of scales.
+    """Returns the types of a unit's arrays, which hold words of 32 bits.
 
-    If a scale belongs to fewer than 64 codes, there are two or three arrays: the codes of an E2M1 row or of the first
-    half of an E4M3 row; a word of scales for each lane; for E4M3 also the codes of the row's second half.
+    If a scale belongs to 64 or more codes, a unit has codes, RoPE values, and an array for each word of a row's scales.
+    If a scale belongs to fewer codes, a unit of E2M1 rows has (codes, scales), and a unit of E4M3 rows has (codes of
+    the row's first half, scales, codes of its second half). The scales are then one array with a word for each lane.
     """
     if _is_fine(layout):
         return (_ENTRY_CODES, _SCALES) if layout.codes == "e2m1" else (_ENTRY_CODES, _SCALES, _ENTRY_CODES)
@@ -348,7 +349,7 @@ def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
 def fence() -> None:
     """Makes writes to shared memory visible to the async proxy, through which `wgmma` reads.
 
-    This concerns this thread's own writes, and other threads' writes that this thread has waited for.
+    The fence covers the writes of this thread, and the writes of other threads that this thread has waited for.
     """
 
 

@@ -29,7 +29,7 @@ PER_COLUMN = LAYOUT.reduce(0)
 
 def check_heads(heads: int) -> None:
     """Raises NotImplementedError unless `heads`, the number of heads of a token, is one that the kernels take."""
-    multiple = 8 if heads < HEADS else HEADS  # a row of `TRANSFORMS` in shared memory has 8 heads
+    multiple = 8 if heads < HEADS else HEADS  # copies take whole tiles of `TRANSFORMS`, which have 8 rows: 8 heads
     check_rules({f"a multiple of {HEADS} heads, or of 8 below that, got {heads}": heads % multiple == 0})
 
 

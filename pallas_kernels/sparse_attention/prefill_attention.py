@@ -137,7 +137,7 @@ class PrefillBuffers:
     Each role is a warpgroup, see the module. A barrier `x_full` says that x was written, `x_empty` that it was read.
     """
 
-    # Queries of an item. The axis of size 1 is indexed by the `zero` of `_multiply_keys`.
+    # Queries of an item. The axis of size 1 exists so that `_multiply_keys` can index it.
     queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
     # Chunks of tiles. The warpgroup that adds a chunk's columns signals `keys_empty`. The result of an item overwrites
     # the chunks of the item's last tile, and is copied from there to global memory.
@@ -218,25 +218,25 @@ def _copy_items(items, rows, buffers):
         kv_tiles.fence()
         plgpu.barrier_arrive(buffers.keys_full.at[_chunk_stage(tile, chunk)])
 
-    def copy_item(i, first, tiles):
+    def copy_item(i, first_tile, tiles):
         token, _ = items.locate(i)
         token_rows = TokenRows(rows, token)
 
         def copy_tile(t, tile_rows):
             in_window = (t < rows.window // TILE).astype(jnp.int32)
-            start_chunk(first + t, 0, tile_rows, in_window)
+            start_chunk(first_tile + t, 0, tile_rows, in_window)
             # The last chunk of the previous tile is finished here, because the chunks below may wait for stages that
             # become empty only after that chunk was used.
-            pl.when(t > 0)(lambda: finish_chunk(first + t - 1, CHUNKS - 1, 1))
+            pl.when(t > 0)(lambda: finish_chunk(first_tile + t - 1, CHUNKS - 1, 1))
             for chunk in range(1, CHUNKS):
-                start_chunk(first + t, chunk, tile_rows, in_window)
+                start_chunk(first_tile + t, chunk, tile_rows, in_window)
             next_rows = token_rows.tile_rows(t + 1)
             for chunk in range(CHUNKS - 1):
-                finish_chunk(first + t, chunk, CHUNKS - 1 - chunk)
+                finish_chunk(first_tile + t, chunk, CHUNKS - 1 - chunk)
             return next_rows
 
         lax.fori_loop(0, tiles, copy_tile, token_rows.tile_rows(jnp.int32(0)))
-        finish_chunk(first + tiles - 1, CHUNKS - 1, 0)
+        finish_chunk(first_tile + tiles - 1, CHUNKS - 1, 0)
 
     barriers.wait_for_last(buffers.keys_empty, CHUNKS * items.loop(copy_item))
 
@@ -253,7 +253,7 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             queries_smem = buffers.queries_smem.at[0, pl.ds(0, heads.size)]
             plgpu.copy_gmem_to_smem(q_gmem.at[token, heads], queries_smem, buffers.queries_full)
 
-    def score_item(i, first, tiles):
+    def score_item(i, first_tile, tiles):
         _, heads = items.locate(i)
         sink = online_softmax.load_sink(sinks_gmem.at[pl.ds(heads.start, HEADS)])
         # Prefetches the next item's queries to the L2 cache, which halves the time to copy them to shared memory.
@@ -263,13 +263,14 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
         plgpu.barrier_wait(buffers.queries_full)
 
         def score_tile(t, stats):
-            stage = _stage(first + t)
-            products = _multiply_keys(buffers, first + t)
+            stage = _stage(first_tile + t)
+            products = _multiply_keys(buffers, first_tile + t)
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
-            weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first + t), *stats)
-            # Both warpgroups that add have read the old weights in this stage, those of tile `first + t - 2`. For they
-            # release a tile's keys after they read its weights, and keys of this tile have replaced keys of that tile.
+            weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first_tile + t), *stats)
+            # The weights of this tile overwrite those of tile `first_tile + t - 2`. Both add roles have read these: a
+            # role releases its keys of a tile after it has read the tile's weights, and the keys of this tile arrive
+            # only after both roles have released keys of that tile.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()
@@ -312,20 +313,20 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
         for chunk in chunks:
             plgpu.barrier_arrive(buffers.keys_empty.at[_chunk_stage(tile, chunk)])
 
-    def add_item(i, first, tiles):
+    def add_item(i, first_tile, tiles):
         def add_tile(t, sums):
-            stage = _stage(first + t)
+            stage = _stage(first_tile + t)
             plgpu.barrier_wait(buffers.weights_full.at[stage])
             rescale = load_per_head(buffers.factors_smem.at[stage])
             sums = tuple(per_row(rescale, acc) for acc in sums)
             if has_last:
-                pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first + t + 1)]))
-            values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first + t, chunk)] for chunk in chunks)
+                pl.when(t < tiles - 1)(lambda: plgpu.barrier_wait(buffers.scored.at[_stage(first_tile + t + 1)]))
+            values_smem = tuple(buffers.keys_smem.at[_chunk_stage(first_tile + t, chunk)] for chunk in chunks)
             # Reading the rows already takes all of shared memory's bandwidth. So the weights, which the products of all
             # chunks need, are read to registers once.
             weights = plgpu.load(buffers.weights_smem.at[stage], layout=LAYOUT)
             sums = wgmma.multiply_add_all(sums, weights, values_smem)
-            pl.when(t < tiles - 1)(lambda: release_keys(first + t))
+            pl.when(t < tiles - 1)(lambda: release_keys(first_tile + t))
             return sums
 
         sums = lax.fori_loop(0, tiles, add_tile, (wgmma.zeros((HEADS, CHUNK)),) * len(chunks))
@@ -333,7 +334,7 @@ def _add_items(items, chunks, angles_gmem, out_gmem, buffers):
         scale = load_per_head(buffers.factors_smem.at[STAGES])
         plgpu.barrier_arrive(buffers.scale_empty)
         token, heads = items.locate(i)
-        last = first + tiles - 1
+        last = first_tile + tiles - 1
         for chunk, acc in zip(chunks, sums, strict=True):
             acc = per_row(scale, acc)
             if angles_gmem is not None and chunk == CHUNKS - 1:

@@ -88,7 +88,7 @@ def attention_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the sums of each KV split of `sparse_attention`, without combining the splits.
 
-    `combine` computes the attention from these sums, or from them and the sums of other devices.
+    `combine` computes the attention from these sums alone, or together with the sums of other devices.
 
     Args:
       q, slots, positions, rings, compressed, interpret: as in `sparse_attention`; T at least 1.
