@@ -91,7 +91,7 @@ def decode_loop(
     index = jnp.maximum(last, 0)
     none = jnp.full((num_slots, steps), -1, jnp.int32)
     zeros = jnp.zeros((num_slots,), jnp.int32)
-    logprobs = None if top_logprobs is None else jnp.zeros(none.shape)
+    logprobs = None if top_logprobs is None else jnp.zeros(none.shape, jnp.float32)
     top = None
     if top_logprobs:
         top = TopLogprobs(*(jnp.zeros((*none.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))

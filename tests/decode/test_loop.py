@@ -12,6 +12,7 @@ from dsv4_jax.cache import Decisions
 from dsv4_jax.decode import SamplingParams, decode_loop, decode_step, last_token_indices, sample_step
 from dsv4_jax.engine import generate, stream
 from dsv4_jax.host import CacheFullError
+from tests.decode.conftest import EVERY_MODEL
 
 
 # Chunks of 3, the shortest of the longer prompts: one size of prefill steps for all, so one program to compile.
@@ -157,3 +158,13 @@ def test_the_loop_refuses_fields_that_it_would_drop(model, manager):
         with pytest.raises(ValueError, match=f"batch.{[*fields][0]} must be None"):
             decode_loop(model, cache, dataclasses.replace(batch, **fields), seeds, steps=1)
     decode_loop(model, cache, batch, seeds, steps=1)  # the cache was not donated
+
+
+@EVERY_MODEL
+def test_no_type_depends_on_64_bits(model, manager):
+    batch = manager.prepare_forward({manager.admit(): [1]})
+    arguments = model, manager.abstract_cache(), batch, np.zeros(manager.schema.max_requests, np.uint32)
+    options = dict(steps=2, top_logprobs=1)
+    with jax.enable_x64(True):
+        types = decode_loop.eval_shape(*arguments, **options)
+    assert types == decode_loop.eval_shape(*arguments, **options)
