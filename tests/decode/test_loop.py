@@ -149,7 +149,7 @@ def test_last_tokens_are_found_in_every_slot(manager, slot):
     assert last_token_indices(batch, 3).tolist() == [4 if i == slot else -1 for i in range(3)]
 
 
-def test_the_loop_refuses_fields_that_it_would_drop(model, manager):
+def test_the_loop_refuses_what_it_would_drop(model, manager):
     batch = manager.prepare_forward({manager.admit(): [1]})
     cache = manager.init_cache()
     seeds = jnp.zeros((manager.schema.max_requests,), jnp.uint32)
@@ -157,6 +157,8 @@ def test_the_loop_refuses_fields_that_it_would_drop(model, manager):
     for fields in ({"is_image": images}, {"decisions": Decisions()}):
         with pytest.raises(ValueError, match=f"batch.{[*fields][0]} must be None"):
             decode_loop(model, cache, dataclasses.replace(batch, **fields), seeds, steps=1)
+    with pytest.raises(ValueError, match="the batch is a prefill: run it with sample_step"):
+        decode_loop(model, cache, dataclasses.replace(batch, prefill=True), seeds, steps=1)
     decode_loop(model, cache, batch, seeds, steps=1)  # the cache was not donated
 
 
