@@ -66,8 +66,8 @@ def logprobs(
       model: the model. Gradients are with respect to its floating-point arrays.
       tokens: [S, N] sequences of any integer type, padded at the end; or [N] sequences one after another, padded at
         the end.
-      lengths: [S] number of tokens of each sequence, of any integer type, at most N and `max_context`. Packed sequences have at most N
-        tokens together. Within `jax.jit` neither lengths nor adapters are checked.
+      lengths: [S] number of tokens of each sequence, of any integer type, at most N and `max_context`. Packed sequences
+        have at most N tokens together. Within `jax.jit` neither lengths nor adapters are checked.
       shape: shapes of the rollout's program (static).
       adapters: [S] int32 index of each sequence's adapter (see `nn.lora`), -1 = no adapter; None = no sequence has one.
 

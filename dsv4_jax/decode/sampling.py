@@ -179,8 +179,8 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
     Raises:
       ValueError: `num_top` exceeds the size of the vocabulary.
     """
-    vocabulary = logits.shape[1]
-    check(options.num_top <= vocabulary, f"num_top={options.num_top} must be at most {vocabulary}, the vocabulary's size")
+    most = logits.shape[1]
+    check(options.num_top <= most, f"num_top={options.num_top} must be at most {most}, the size of the vocabulary")
 
     def find():
         def find_next(last, _):
