@@ -229,7 +229,7 @@ def test_contradicting_spellings_are_refused(path, value, message):
         ("bos_token_id", -1, "bos_token_id=-1"),
     ],
 )
-def test_impossible_values_are_refused(path, value, message):
+def test_impossible_values_are_refused(path, value, message, untyped):
     with pytest.raises(ValueError, match=message):
         DSV4Config.from_hf(changed(RAW, path, value))
 
@@ -257,7 +257,7 @@ def test_impossible_values_of_the_modern_spelling_are_refused(path, value, messa
         DSV4Config.from_hf(changed(MODERN, path, value))
 
 
-def test_a_config_made_by_hand_is_checked_too():
+def test_a_config_made_by_hand_is_checked_too(untyped):
     config = DSV4Config.from_hf(RAW)
     with pytest.raises(TypeError, match="positional argument"):
         DSV4Config(258, 64)
@@ -265,6 +265,16 @@ def test_a_config_made_by_hand_is_checked_too():
         config.with_layers([])
     with pytest.raises(ValueError, match="mlp_layer_types names 5 layers, but num_hidden_layers=1"):
         dataclasses.replace(config, specs=(LayerSpec(),))
+    with pytest.raises(ValueError, match="eos_token_id=7 must be a tuple"):
+        dataclasses.replace(config, eos_token_id=7)
+    with pytest.raises(ValueError, match="bos_token_id=-1"):
+        dataclasses.replace(config, bos_token_id=-1)
+
+
+def test_lists_become_tuples(untyped):
+    config = DSV4Config.small([LayerSpec(), LayerSpec()], mlp_layer_types=["hash_moe", "moe"], eos_token_id=[1, 7])
+    assert config.is_hashed(0) and not config.is_hashed(1)
+    assert hash(config) == hash(dataclasses.replace(config, mlp_layer_types=("hash_moe", "moe"), eos_token_id=(1, 7)))
 
 
 def test_layers_may_be_given_as_data():

@@ -33,8 +33,8 @@ class LayerCacheHandle(Summarized):
     Methods that write return a new handle, whose `cache` is the updated cache. A token sees its own window row and the
     compressed entry whose window of tokens it closes, so call the methods that write before `attend`.
 
-    Methods raise ValueError for queries, rows, projections or indices of a wrong shape, and if they need entries or
-    index keys that the layer lacks. Methods that write raise TypeError for rows of a wrong dtype.
+    Methods raise ValueError for queries, sinks, rows, projections or indices of a wrong shape, and if they need entries
+    or index keys that the layer lacks. Methods that write raise TypeError for rows of a wrong dtype.
 
     Attributes:
       batch: inputs of the step.
@@ -392,6 +392,7 @@ class LayerCacheHandle(Summarized):
           (output [T, heads, head_dim] in q's dtype, new handle).
         """
         self._check_shape("q", q, None, self._schema.window_codec.dim)
+        self._check_shape("sinks", sinks, rows=q.shape[1])
         if indices is not None:
             self._check_shape("indices", indices, None)
         compressed = None if self.spec.group is None else self.read_classical_view()

@@ -239,7 +239,11 @@ class KVCache(Summarized):
 
         Args:
           slots: [n] int32, the slots to empty; -1 = none.
+
+        Raises:
+          ValueError: the cache is sharded over a mesh and this code does not run under `jax.shard_map`.
         """
+        check_within_shard_map("the cache", self.lengths)
         slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 
         def wipe(path, x):

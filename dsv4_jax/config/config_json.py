@@ -244,8 +244,6 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     layers = numbers.pop("num_hidden_layers")
     tied = raw.get("tie_word_embeddings") or False
     check(isinstance(tied, bool), f"tie_word_embeddings={tied!r} must be true or false")
-    bos = raw.get("bos_token_id")
-    eos_ids = raw.get("eos_token_id") or ()
     return {
         **rope,
         **numbers,
@@ -254,8 +252,8 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
         **(_draft_fields(raw, layers, is_v41) if mtp else {}),
         "scoring_func": raw["scoring_func"],
         "tie_word_embeddings": tied,
-        "bos_token_id": None if bos is None else check_whole("bos_token_id", bos, 0, 2**31 - 1),
-        "eos_token_id": tuple(check_whole("eos_token_id", token, 0, 2**31 - 1) for token in eos_ids),
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_id": tuple(raw.get("eos_token_id") or ()),
     }
 
 

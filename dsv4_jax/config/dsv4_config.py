@@ -99,9 +99,13 @@ class DSV4Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
         config_json.check_numbers(vars(self) | {"num_hidden_layers": self.num_hidden_layers})
-        config_json.check_names(
-            "mlp_layer_types", self.mlp_layer_types, config_json.MLP_LAYER_TYPES, self.num_hidden_layers
-        )
+        names = "mlp_layer_types", self.mlp_layer_types, config_json.MLP_LAYER_TYPES, self.num_hidden_layers
+        object.__setattr__(self, "mlp_layer_types", config_json.check_names(*names))
+        ends = self.eos_token_id
+        check(isinstance(ends, list | tuple), f"eos_token_id={ends!r} must be a tuple of token ids")
+        object.__setattr__(self, "eos_token_id", tuple(check_whole("eos_token_id", x, 0, 2**31 - 1) for x in ends))
+        if self.bos_token_id is not None:
+            check_whole("bos_token_id", self.bos_token_id, 0, 2**31 - 1)
         check_choice("scoring_func", self.scoring_func, "sqrtsoftplus")
         check_choice("n_shared_experts", self.n_shared_experts, 1, reason=", as in DeepSeek-V4")
         check_choice("weight_block", self.weight_block, 128, 32)

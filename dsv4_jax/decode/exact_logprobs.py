@@ -64,9 +64,10 @@ def logprobs(
 
     Args:
       model: the model. Gradients are with respect to its floating-point arrays.
-      tokens: [S, N] int32 sequences, padded at the end; or [N] sequences one after another, padded at the end.
-      lengths: [S] int32 number of tokens of each sequence, at most N and `max_context`. Packed sequences have at most N
-        tokens together. Within `jax.jit` neither lengths nor adapters are checked.
+      tokens: [S, N] sequences of any integer type, padded at the end; or [N] sequences one after another, padded at
+        the end.
+      lengths: [S] number of tokens of each sequence, of any integer type, at most N and `max_context`. Packed sequences
+        have at most N tokens together. Within `jax.jit` neither lengths nor adapters are checked.
       shape: shapes of the rollout's program (static).
       adapters: [S] int32 index of each sequence's adapter (see `nn.lora`), -1 = no adapter; None = no sequence has one.
 
@@ -74,11 +75,14 @@ def logprobs(
       float32 array in the shape of `tokens`; zeros for the first token of each sequence and for padding.
 
     Raises:
+      TypeError: tokens or lengths are no integers.
       ValueError: the shapes do not agree, a length or an adapter is out of range, or the mesh axis "data" does not
         divide the number of sequences or of packed tokens.
     """
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
+    # The computation needs the vocabulary's size and negative numbers, which an unsigned type may not hold.
+    tokens, lengths = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
     adapter_names = getattr(_module(model), "adapter_names", ())
     if adapters is None and adapter_names:
         adapters = jnp.full(lengths.shape, -1, jnp.int32)  # an engine's batches also hold -1 for "no adapter"
@@ -113,7 +117,10 @@ def _module(model):
 
 
 def _check(tokens, lengths, shape, sizes):
-    """Raises ValueError for arguments of `logprobs` that do not agree. `sizes` is {mesh axis: its size}."""
+    """Raises TypeError or ValueError for arguments of `logprobs` that do not fit. `sizes` is {mesh axis: its size}."""
+    for name, array in {"tokens": tokens, "lengths": lengths}.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{name} has dtype {array.dtype}, it must be of an integer type")
     if tokens.ndim not in (1, 2) or (tokens.ndim == 2 and len(tokens) != len(lengths)):
         raise ValueError(
             f"tokens must be [S, N] or [N] for lengths [S], got {list(tokens.shape)} for lengths {list(lengths.shape)}"

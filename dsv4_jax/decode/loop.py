@@ -76,10 +76,12 @@ def decode_loop(
 
     Raises:
       RuntimeError, ValueError: as for `decode_step`, or as for `check_drafts` with `drafts`. ValueError also if the
-        batch has `is_image` or `decisions`.
+        batch has `is_image` or `decisions`, or is a prefill.
     """
     if given := [name for name in ("is_image", "decisions") if getattr(batch, name) is not None]:
         raise ValueError(f"batch.{given[0]} must be None: the loop draws text, and its layers make all decisions")
+    if batch.prefill:
+        raise ValueError("the batch is a prefill: run it with sample_step, and give the loop each request's next token")
     options = DraftOptions.of(drafts)
     if options.count:
         check_drafts(cache.schema, options)
@@ -91,7 +93,7 @@ def decode_loop(
     index = jnp.maximum(last, 0)
     no_tokens = jnp.full((num_slots, steps), -1, jnp.int32)
     zeros = jnp.zeros((num_slots,), jnp.int32)
-    logprobs = None if top_logprobs is None else jnp.zeros(no_tokens.shape)
+    logprobs = None if top_logprobs is None else jnp.zeros(no_tokens.shape, jnp.float32)
     top = None
     if top_logprobs:
         top = TopLogprobs(*(jnp.zeros((*no_tokens.shape, top_logprobs), dtype) for dtype in (jnp.int32, jnp.float32)))

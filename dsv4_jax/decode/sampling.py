@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
+from dsv4_jax.common.arguments import check, check_temperature, check_top_k, check_top_p
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
@@ -177,7 +177,12 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
 
     Returns:
       TopLogprobs [n, num_top].
+
+    Raises:
+      ValueError: `num_top` exceeds the size of the vocabulary.
     """
+    most = logits.shape[1]
+    check(options.num_top <= most, f"num_top={options.num_top} must be at most {most}, the size of the vocabulary")
 
     def find():
         """Returns the likeliest tokens of all rows."""

@@ -60,8 +60,8 @@ class ResidualStreams:
         y = jnp.zeros((tokens, hidden), streams.dtype)
         if is_sharded := ops.scatters_rows(y.shape):
             streams = ops.local_rows(streams)
-        eye = jnp.eye(h)
-        mixing = jnp.concatenate([eye[0], jnp.zeros(h), eye.reshape(-1)])
+        eye = jnp.eye(h, dtype=jnp.float32)
+        mixing = jnp.concatenate([eye[0], jnp.zeros(h, jnp.float32), eye.reshape(-1)])
         return cls(streams, y, jnp.broadcast_to(mixing, (len(streams), mixing.size)), is_sharded)
 
     def local(self, x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:

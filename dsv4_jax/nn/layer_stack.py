@@ -206,7 +206,16 @@ def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
 
     A user can put the result in the place of a submodule of a `LayerLoop`'s layers. The loop calls it with each layer's
     values.
+
+    Raises:
+      ValueError: the modules differ in more than the values of their variables and the numbers of their layers.
     """
+    graphs = [nnx.split(_numbered(nnx.clone(module), 0))[0] for module in modules]
+    if different := [i for i, graph in enumerate(graphs) if graph != graphs[0]]:
+        raise ValueError(
+            f"modules{different} differ from modules[0] in more than the values of variables, and all would run like "
+            "modules[0]: make variables of options that differ"
+        )
     graph, _ = nnx.split(modules[0])
     return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, modules)))
 
@@ -219,9 +228,9 @@ def _row(array, repeat):
 
 
 def _numbered(layer, number):
-    """Sets the attribute `layer` of all modules of a layer to the layer's index, and returns the layer."""
+    """Sets the index `layer` of all modules of a layer that have one to the layer's index, and returns the layer."""
     for _, module in nnx.iter_modules(layer):
-        if hasattr(module, "layer"):
+        if isinstance(getattr(module, "layer", None), int):
             setattr(module, "layer", number)  # noqa: B010
     return layer
 

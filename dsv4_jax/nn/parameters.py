@@ -180,4 +180,6 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(array, new, starts):
-    return jax.lax.dynamic_update_slice(array, new.astype(array.dtype), starts)
+    where = jax.typeof(array).sharding  # axes of a part of the array that are sharded have the array's size
+    new = new.astype(array.dtype)
+    return jax.lax.dynamic_update_slice(array, new if where.mesh.empty else jax.reshard(new, where), starts)

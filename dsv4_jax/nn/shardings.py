@@ -13,7 +13,7 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh | AbstractMesh, *, expert_par
     """Returns the module with a `NamedSharding` in the place of each array, as `jax.device_put` takes it.
 
     `parallel.axis_rules` maps the logical axes of each parameter to axes of the mesh. Codes and scales of a
-    `QuantizedWeight` have the same sharding.
+    `QuantizedWeight` have the same sharding. `jax.device_put` refuses a sharding that does not divide an array.
 
     Args:
       module: a module with arrays or `jax.ShapeDtypeStruct` objects.
@@ -22,8 +22,8 @@ def shardings[M: nnx.Module](module: M, mesh: Mesh | AbstractMesh, *, expert_par
         each expert.
 
     Raises:
-      ValueError: the mesh has unknown axes, an axis of a parameter is not divisible by the number of its shards, or a
-        shard would end within a block of values that share a scale.
+      ValueError: the mesh has unknown axes, or a shard of a `QuantizedWeight` would end within a block of values that
+        share a scale.
     """
     check_mesh(mesh)
     graph, state = nnx.split(module)

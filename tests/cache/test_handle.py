@@ -136,6 +136,7 @@ class TestErrors:
                 lambda h: h.attend(jnp.zeros((1, 4, 95)), jnp.zeros(4)),
                 "q has shape [1, 4, 95], layer 1 takes [1, any, 96]",
             ),
+            (lambda h: h.attend(jnp.zeros((1, 4, 96)), jnp.zeros(3)), "sinks has shape [3], layer 1 takes [4]"),
             (
                 lambda h: h.attend(jnp.zeros((1, 4, 96)), jnp.zeros(4), ints([[0], [1]])),
                 "indices has shape [2, 1], layer 1 takes [1, any]",

@@ -5,6 +5,7 @@ import dataclasses
 import chex
 import jax
 import jax.numpy as jnp
+import pytest
 
 from dsv4_jax.decode import (
     BatchedSamplingParams,
@@ -85,3 +86,11 @@ def test_the_loop_on_the_device_tells_them():
         check([7 + slot, *tokens[slot, :count].tolist()], logprobs[slot, :count], top[slot, :count])
     ended = tokens[1].tolist().index(stop) + 1
     assert ended <= 6 and not logprobs[1, ended:].any() and not top.logprobs[1, ended:].any()
+
+
+def test_there_are_no_more_likely_tokens_than_tokens():
+    cache, batch, *rows = arguments()
+    vocabulary = MODEL.table.shape[1]
+    with pytest.raises(ValueError, match=f"num_top={vocabulary + 1} must be at most {vocabulary}"):
+        sample_step(MODEL, cache, batch, *rows, LogprobOptions(num_top=vocabulary + 1))
+    assert not cache.lengths.is_deleted()

@@ -12,6 +12,7 @@ from dsv4_jax.cache import Decisions
 from dsv4_jax.decode import SamplingParams, decode_loop, decode_step, last_token_indices, sample_step
 from dsv4_jax.engine import generate, stream
 from dsv4_jax.host import CacheFullError
+from tests.decode.conftest import EVERY_MODEL
 
 
 # Chunks of 3, the shortest of the longer prompts: one size of prefill steps for all, so one program to compile.
@@ -148,7 +149,7 @@ def test_last_tokens_are_found_in_every_slot(manager, slot):
     assert last_token_indices(batch, 3).tolist() == [4 if i == slot else -1 for i in range(3)]
 
 
-def test_the_loop_refuses_fields_that_it_would_drop(model, manager):
+def test_the_loop_refuses_what_it_would_drop(model, manager):
     batch = manager.prepare_forward({manager.admit(): [1]})
     cache = manager.init_cache()
     seeds = jnp.zeros((manager.schema.max_requests,), jnp.uint32)
@@ -156,4 +157,16 @@ def test_the_loop_refuses_fields_that_it_would_drop(model, manager):
     for fields in ({"is_image": images}, {"decisions": Decisions()}):
         with pytest.raises(ValueError, match=f"batch.{[*fields][0]} must be None"):
             decode_loop(model, cache, dataclasses.replace(batch, **fields), seeds, steps=1)
+    with pytest.raises(ValueError, match="the batch is a prefill: run it with sample_step"):
+        decode_loop(model, cache, dataclasses.replace(batch, prefill=True), seeds, steps=1)
     decode_loop(model, cache, batch, seeds, steps=1)  # the cache was not donated
+
+
+@EVERY_MODEL
+def test_no_type_depends_on_64_bits(model, manager):
+    batch = manager.prepare_forward({manager.admit(): [1]})
+    arguments = model, manager.abstract_cache(), batch, np.zeros(manager.schema.max_requests, np.uint32)
+    options = dict(steps=2, top_logprobs=1)
+    with jax.enable_x64(True):
+        types = decode_loop.eval_shape(*arguments, **options)
+    assert types == decode_loop.eval_shape(*arguments, **options)

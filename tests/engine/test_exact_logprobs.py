@@ -201,6 +201,18 @@ def test_gradient_agrees_with_differences_of_values(one_layer):
     np.testing.assert_allclose((ahead - behind) / (2 * step), size, rtol=5e-3)
 
 
+def test_other_arrays_of_tokens_and_lengths_give_the_same_values(one_layer, untyped):
+    config, floats, merge = one_layer
+    shape = RolloutShape(make_manager(config).schema, token_budget=16, logits_rows=3)
+    values = jax.jit(lambda tokens, lengths: logprobs(merge(floats), tokens, lengths, shape))
+    expected = values(TOKENS, LENGTHS)
+    for dtype in (jnp.uint8, jnp.uint32):
+        np.testing.assert_array_equal(values(TOKENS.astype(dtype), LENGTHS), expected)
+        np.testing.assert_array_equal(values(TOKENS, LENGTHS.astype(dtype)), expected)
+    constants = np.asarray(TOKENS), np.asarray(LENGTHS)
+    np.testing.assert_array_equal(jax.jit(lambda: logprobs(merge(floats), *constants, shape))(), expected)
+
+
 def test_refuses_what_does_not_fit(one_layer, untyped):
     config, floats, merge = one_layer
     model = merge(floats)
@@ -211,6 +223,8 @@ def test_refuses_what_does_not_fit(one_layer, untyped):
         logprobs(model, TOKENS, np.array([3]), shape)
     with pytest.raises(ValueError, match="sum up to 60, but there are 40"):
         logprobs(model, TOKENS[0], np.array([30, 30]), shape)
+    with pytest.raises(TypeError, match="tokens has dtype float32"):
+        logprobs(model, TOKENS.astype(jnp.float32), LENGTHS, shape)
     adapted = merge(floats)
     add_adapters(adapted, ["a"], rank=2, targets=["o_b_proj"])
     for number in (1, -2):

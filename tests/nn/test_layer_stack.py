@@ -302,6 +302,25 @@ def test_modules_of_users_in_a_loop(model):
     assert_equal_steps(model, layers, BATCHES[:1])
 
 
+class Wrapped(nnx.Module):
+    """A module whose attribute `layer` is not the number of a layer."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+
+def test_a_copy_of_a_layer_keeps_submodules_of_users(model):
+    model = copy(model)
+    layers = replace_down_projections(model, lambda number, base: Wrapped(base))
+    copied = model.model.layers[-1].mlp.shared_experts.down_proj.layer.weight
+    chex.assert_trees_all_equal(copied[...], layers[-1].mlp.shared_experts.down_proj.layer.weight[...])
+
+
+def test_stacked_modules_have_the_same_options():
+    with pytest.raises(ValueError, match=r"modules\[2\] differ from modules\[0\] in more than the values"):
+        stack_modules([nnx.Dropout(rate) for rate in (0.1, 0.1, 0.2)])
+
+
 def test_a_head_of_users(model):
     model = copy(model)
     hidden = jax.random.normal(jax.random.key(0), (3, model.config.hidden_size), jnp.bfloat16)

@@ -96,6 +96,8 @@ def test_a_step_that_is_not_under_shard_map_says_what_to_do():
     message = r"a mesh of \{'data': 2, 'model': 4\}, .* decorate your function .* `dsv4_jax.decode.sharded_step`"
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda cache, batch: cache.begin_step(batch))(manager.init_cache(), batch)
+    with pytest.raises(ValueError, match=message):
+        manager.init_cache().reset_slots(jax.numpy.array([0]))
 
 
 def test_a_prefix_is_found_where_its_blocks_are():

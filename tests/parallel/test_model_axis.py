@@ -21,7 +21,7 @@ from dsv4_jax.config import DSV4Config, LayerSpec, shared_specs
 from dsv4_jax.decode import CompiledModel, decode_step, forward, sample_step
 from dsv4_jax.engine import Engine
 from dsv4_jax.host import KVCacheManager, PrefixCache
-from dsv4_jax.nn import shardings
+from dsv4_jax.nn import parameter_views, shardings
 from dsv4_jax.nn.block import RECORDED
 from dsv4_jax.ops import all_gather, all_reduce, dispatch, model_index, use_implementation
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
@@ -199,6 +199,20 @@ def test_maps_that_are_cut_alike_share_a_matrix(model):
 
     # Four float32 sums are added in another order.
     chex.assert_trees_all_close(apply(mlp, x), whole(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.o_b_proj.weight", "self_attn.input_projections.weights.kv_proj", "mlp.experts.down_proj"],
+)
+def test_a_view_writes_a_sharded_parameter(model, name):
+    cut, _ = sharded_step(jax.tree.map(jnp.copy, model), 2)  # `set_value` donates arrays, which may alias the model's
+    view = parameter_views(cut)[f"model.layers.1.{name}"]
+    where = view.variable.get_value().sharding
+    new = np.asarray(view.read()) + 1
+    view.set_value(jnp.asarray(new))
+    assert view.variable.get_value().sharding == where
+    np.testing.assert_array_equal(view.read(), new)
 
 
 def test_sizes_that_a_mesh_does_not_divide():
