@@ -1,6 +1,7 @@
 """Prefix cache: full blocks and boundary snapshots of earlier requests, found by their tokens."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -20,7 +21,7 @@ from dsv4_jax.host.offload import identity, rows_struct
 from dsv4_jax.host.prefix.prefix_files import FORMAT, FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import FoundPrefix, RequestState
-from dsv4_jax.host.step_order import record_write
+from dsv4_jax.host.step_order import origin, record_write
 
 
 @dataclasses.dataclass
@@ -76,6 +77,9 @@ class PrefixCache(Summarized):
       process. For this `get_cache` must return the current cache. Without `get_cache`, only `save` writes blocks.
 
     A manager has one prefix cache. If a second one is made for the manager, the first cannot be used any more.
+
+    All blocks lie in one cache. If a method gets a cache that comes from another `init_cache`, such as that of another
+    engine, the prefix cache first forgets all blocks.
 
     Attributes:
       manager: the manager whose blocks are shared.
@@ -137,6 +141,7 @@ class PrefixCache(Summarized):
             self._table.evictor.clear()
             self._table.weights += 1
         self._tree = PrefixTree(self._table.allocator)
+        self._origin = 0  # `step_order.origin` of the cache that holds the blocks
         self._snapshots: set[CachedBlock] = set()  # nodes with a snapshot
         self._metrics = PrefixMetrics()
         self._table.evictor = self
@@ -197,8 +202,10 @@ class PrefixCache(Summarized):
         self._check_current()
         self.manager.check_cache(cache)
         ids = self.manager.check_ids(prompt_ids)
+        size = self.manager.check_size(len(ids), num_tokens)
+        self._follow(cache)
         paths, prefixes = self._find(ids, salt)
-        slot = self._table.find_slot(self.manager.check_size(len(ids), num_tokens), prefixes)
+        slot = self._table.find_slot(size, prefixes)
         shard = self.manager.shards.of(slot)
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
@@ -286,6 +293,7 @@ class PrefixCache(Summarized):
         """
         self._check_current()
         self.manager.check_cache(cache, slot)
+        self._follow(cache)
         state = self._table.state(slot)
         block_tokens = self._block_tokens
         num_full = (state.length if length is None else min(length, state.length)) // block_tokens
@@ -436,6 +444,7 @@ class PrefixCache(Summarized):
         self.manager.check_cache(cache)
         if self._stored is None:
             raise ValueError("the prefix cache has no files: give it files=PrefixFiles(directory, max_bytes)")
+        self._follow(cache)
         self._stored.save_all(self._tree.nodes.values(), lambda: cache)
 
     # --- called by RequestTable, whose `evictor` this is ---
@@ -463,7 +472,7 @@ class PrefixCache(Summarized):
             if self._stored is not None and self.get_cache is not None:
                 # Nothing has overwritten the blocks yet. Later blocks of a prefix are useless without the earlier ones,
                 # so the earlier ones are saved first.
-                self._stored.save_blocks(nodes[::-1], self.get_cache)
+                self._stored.save_blocks(nodes[::-1], functools.partial(self._cache_of_blocks, self.get_cache))
             for node in nodes:
                 if node.snapshot is not None:
                     self._drop_snapshot(node)
@@ -501,6 +510,19 @@ class PrefixCache(Summarized):
     def _check_current(self):
         if not self.serves(self.manager):
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
+
+    def _follow(self, cache):
+        """Forgets all blocks if they lie in a cache of another origin than `cache`."""
+        if self._origin != (new_origin := origin(cache)):
+            self.clear()
+            self._origin = new_origin
+
+    def _cache_of_blocks(self, get_cache):
+        """Returns the result of `get_cache`. Raises ValueError if the blocks lie in a cache of another origin."""
+        cache = get_cache()
+        if origin(cache) != self._origin:
+            raise ValueError("the evicted blocks lie in a cache of another engine than the newest one")
+        return cache
 
     def _salted_root(self, salt):
         """Returns the 32-byte digest that stands for a preceding block when a prompt's first block is hashed.
