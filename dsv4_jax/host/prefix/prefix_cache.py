@@ -601,7 +601,7 @@ class PrefixCache(Summarized):
                     self._append_block(path, digest, block)
                 if snapshot is not None:
                     self._keep_snapshot(snapshot, path)
-                state = RequestState(length, length, blocks, cached_blocks=path, weights=table.weights)
+                state = RequestState(length, length, length, blocks, cached_blocks=path, weights=table.weights)
                 record_write(table, cache, new_cache, {slot: state})
         return path, new_cache
 
