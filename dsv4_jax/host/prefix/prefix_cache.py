@@ -13,7 +13,8 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_request
-from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.common.arguments import check_flag, check_whole
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized, Summary
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
@@ -101,7 +102,7 @@ class PrefixCache(Summarized):
         *,
         key: str,
         every: int | None = 1,
-        max_bytes: int = 2**30,
+        max_bytes: int | str = 2**30,
         seed: int = 0,
         debug: bool = False,
         files: PrefixFiles | None = None,
@@ -109,18 +110,24 @@ class PrefixCache(Summarized):
         """Makes an empty prefix cache.
 
         Args:
-          manager, every, max_bytes, debug, files: see the class.
+          manager, every, debug, files: see the class.
+          max_bytes: see the class; may be text, such as "2GiB".
           key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
           seed: number that is part of all hashes. Prefix caches find each other's files only if their seeds are equal.
             It need not be secret: prompts whose 256-bit BLAKE2b hashes collide cannot be constructed.
 
         Raises:
+          TypeError: `every`, `max_bytes`, `debug` or `files` has the wrong type.
           ValueError: `every` is not positive, `max_bytes` is less than a snapshot's size, the limit of `files` is less
             than the size of a block with its snapshot, or there are `files` and the mesh has several processes.
         """
-        if every is not None and every < 1:
-            raise ValueError(f"{every=} must be at least 1, or None for last boundaries only")
+        if every is not None:
+            check_whole("every", every, 1)
+        check_flag("debug", debug)
+        if not isinstance(files, PrefixFiles | None):
+            raise TypeError(f"{files=} must be a PrefixFiles(directory, max_bytes), or None")
+        max_bytes = parse_bytes(max_bytes, "max_bytes")
         struct = rows_struct(manager.schema, boundary=True)
         self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
         if max_bytes < self.bytes_per_snapshot:
