@@ -41,6 +41,12 @@ def check_whole(name: str, value: Any, least: int | None = None, most: int | Non
     return number
 
 
+def check_flag(name: str, value: Any, reason: str = "") -> None:
+    """Raises TypeError unless the value is a bool; `reason` ends the message "NAME=VALUE must be True or False"."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False{reason}")
+
+
 def check_choice(name: str, value: Any, *choices: Any, reason: str = "") -> None:
     """Checks that an argument has one of the values `choices`.
 

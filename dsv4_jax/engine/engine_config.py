@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsv4_jax.cache import Decisions
-from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.arguments import check_flag, check_whole
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts
 from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.engine.drafters import Drafter
@@ -60,7 +60,7 @@ class EngineConfig:
           drafter: the engine's `Drafter`, "model" for the model's draft layers, or None.
 
         Raises:
-          TypeError: a number, `logits_processor` or `record_decisions` has the wrong type.
+          TypeError: a number, a bool, `logits_processor` or `record_decisions` has the wrong type.
           ValueError: a value is out of its range, the drafter is of none of these kinds, or the model has no draft
             layers for "model".
         """
@@ -71,6 +71,8 @@ class EngineConfig:
         on_device = drafter == "model"
         if not (drafter is None or on_device or isinstance(drafter, Drafter)):
             raise ValueError(f"{drafter=} must be 'model', an object with a method `draft`, or None")
+        for name in ("batch_invariant", "overlap", "structured_output"):
+            check_flag(name, getattr(self, name))
         check_whole("token_budget", self.token_budget)
         if draft_tokens is None:
             draft_tokens = spare if drafter is not None else 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from dsv4_jax.cache import Decisions
-from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.arguments import check_flag, check_whole
 from dsv4_jax.common.summary import Share, Summarized
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
@@ -67,8 +67,7 @@ class RequestParams:
         check_sampling(self.sampling)
         check_whole("priority", self.priority, 0)
         check_whole("top_logprobs", self.top_logprobs, 0)
-        if not isinstance(self.prompt_logprobs, bool):
-            raise TypeError(f"prompt_logprobs={self.prompt_logprobs!r} must be True or False; top_logprobs is a number")
+        check_flag("prompt_logprobs", self.prompt_logprobs, "; top_logprobs is a number")
         if self.draft_tokens is not None:
             check_whole("draft_tokens", self.draft_tokens, 0)
         if not isinstance(self.cache_salt, str):

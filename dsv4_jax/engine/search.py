@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4_jax.common.arguments import check_whole
+from dsv4_jax.common.arguments import check_real, check_whole
 from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import LogprobOptions, SamplingParams
 from dsv4_jax.decode.step import Model
@@ -111,6 +111,7 @@ def beam_search(
     check_whole("beams", beams, 1)
     check_whole("max_new_tokens", max_new_tokens, 1)
     check_whole("chunk", chunk, 1)
+    length_penalty = check_real("length_penalty", length_penalty)
     stop_tokens = check_stop_tokens(stop_tokens)
     check_no_requests(manager)
     if beams > (slots := manager.shards.slots):

@@ -601,14 +601,14 @@ class KVCacheManager(Summarized):
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
           length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's
-            newest token again.
+            newest token again. This takes a token that a step has run in the slot, not one that was restored there.
 
         Returns:
           (the new slots, the cache).
 
         Raises:
           ValueError: the slot is not admitted, it holds no tokens, `n` is not positive, `length` is neither of the two
-            numbers, or the cache lacks tokens of the request.
+            numbers or the rows for it were not restored, or the cache lacks tokens of the request.
           CacheFullError: too few slots or blocks are free.
         """
         self.check_cache(cache, slot)
@@ -675,6 +675,7 @@ class KVCacheManager(Summarized):
                 start = nodes[-1].length
                 snapshot = nodes[-1].snapshot
         min_length = min(start, state.min_length)
+        restored = start if start < state.min_length else state.restored
         num_full, num_partial = divmod(start, self.schema.block_tokens)
         num_kept = num_full + bool(num_partial)
         written = state.blocks[num_full:num_kept]  # the last kept block if it is not full, else nothing
@@ -683,7 +684,12 @@ class KVCacheManager(Summarized):
             table.allocator.release((written if copies else []) + state.blocks[num_kept:])
             cached_blocks = state.cached_blocks[:num_full]
             state = dataclasses.replace(
-                state, length=start, min_length=min_length, blocks=blocks, cached_blocks=cached_blocks
+                state,
+                length=start,
+                min_length=min_length,
+                restored=restored,
+                blocks=blocks,
+                cached_blocks=cached_blocks,
             )
             if copies:
                 new_cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)

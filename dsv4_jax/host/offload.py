@@ -81,7 +81,8 @@ def capture(
       length: number of tokens of the copy: all (None), or one less.
 
     Raises:
-      ValueError: as for `offload`, or `length` is neither the request's length nor one less.
+      ValueError: as for `offload`, or `length` is neither the request's length nor one less, or the slot never ran the
+        newest token, see `KVCacheManager.fork`.
       CacheCorruptionError: as for `offload`.
     """
     manager.check_cache(cache, slot)
@@ -163,7 +164,7 @@ def resume(
         new_cache = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
         # If this cache's rings have fewer spare rows than the request's earlier cache, it can be rewound less far.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
-        state = RequestState(length, min_length, blocks, weights=offloaded.weights)
+        state = RequestState(length, min_length, min_length, blocks, weights=offloaded.weights)
         record_write(table, cache, new_cache, {slot: state})
     return slot, new_cache
 

@@ -29,6 +29,8 @@ class RequestState:
       length: number of tokens that the cache holds.
       min_length: the shortest length that the request can be rewound to. To go on from a shorter length, a step would
         need rows that are overwritten in the rings, the circular buffers of the slot's newest rows.
+      restored: the shortest length to go on from with the rows that were copied to the slot, if it did not run all of
+        its tokens itself; else 0. Rows that only earlier tokens read were not copied.
       blocks: ids of the reserved blocks in order, all from the slot's shard.
       published_blocks: number of these blocks that the device's block table holds.
       cached_blocks: the `CachedBlock` objects of the request's first full blocks in a `PrefixCache`, in order.
@@ -40,6 +42,7 @@ class RequestState:
 
     length: int = 0
     min_length: int = 0
+    restored: int = 0
     blocks: list[int] = dataclasses.field(default_factory=list)
     published_blocks: int = 0
     cached_blocks: list[Any] = dataclasses.field(default_factory=list)
@@ -61,27 +64,34 @@ class RequestState:
     def shortened(self, length: int | None, slot: int) -> "RequestState":
         """Returns the state of a copy of the request with all its tokens, or without the newest one.
 
-        The copy can always run the newest token again. The token has overwritten no row but its own, and it writes the
-        same bytes there again.
+        If the slot has run the newest token, the copy can run it again. The token has overwritten no row but its own,
+        and it writes the same bytes there again.
 
         Args:
           length: number of tokens of the copy; None = all.
           slot: slot of the request, for errors.
 
         Raises:
-          ValueError: `length` is neither the request's length nor one less.
+          ValueError: `length` is neither the request's length nor one less, or the slot lacks rows to go on from there.
         """
         if length is None or length == self.length:
             return self
         if length != self.length - 1:
             raise ValueError(f"{length=} must be the {self.length} tokens that slot {slot} holds, or one less")
-        return dataclasses.replace(self, length=length, min_length=min(self.min_length, length))
+        if length < self.restored:
+            raise ValueError(
+                f"{length=}: the rows of slot {slot} were restored for a length of {self.restored} or more: copy all "
+                f"{self.length} tokens, or run one more before"
+            )
+        if length >= self.min_length:
+            return dataclasses.replace(self, length=length)
+        return dataclasses.replace(self, length=length, min_length=length, restored=length)
 
 
 # `NUMBERS` has a field for each number of a `RequestState`. One array of this dtype holds the numbers of all slots, so
 # that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold earlier
 # versions of this array.
-_NAMES = ("length", "min_length", "num_blocks", "published_blocks", "admitted", "changed", "weights")
+_NAMES = ("length", "min_length", "restored", "num_blocks", "published_blocks", "admitted", "changed", "weights")
 NUMBERS = np.dtype([(name, np.int64) for name in _NAMES])
 
 

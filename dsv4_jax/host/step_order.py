@@ -54,11 +54,13 @@ class CacheContents:
       numbers: [slots] array of dtype `NUMBERS`: the states of the requests whose tokens the cache is known to hold, and
         zeros in other slots.
       is_complete: whether the other slots are known to be empty.
+      origin: time, by the table's clock, at which the empty cache was made that this cache comes from; 0 = not known.
     """
 
     table: RequestTable
     numbers: np.ndarray
     is_complete: bool = False
+    origin: int = 0
 
     def is_behind(self, numbers: np.ndarray, slots: Any) -> Any:
         """Returns whether the cache is known to lack tokens of requests.
@@ -99,7 +101,14 @@ def record(array: Any, contents: PreparedBatch | CacheContents) -> None:
 
 def record_empty(cache: KVCache, table: RequestTable) -> None:
     """Records a cache that holds no request."""
-    _record_newest(cache, CacheContents(table, np.zeros_like(table.states.numbers), is_complete=True))
+    empty = np.zeros_like(table.states.numbers)
+    _record_newest(cache, CacheContents(table, empty, is_complete=True, origin=table.tick()))
+
+
+def origin(cache: KVCache) -> int:
+    """Returns the `origin` in a cache's record, which all caches have that come from one empty cache; 0 = no record."""
+    contents = _record_of(cache.lengths)
+    return 0 if contents is None else contents.origin
 
 
 def record_write(table: RequestTable, old: KVCache, new: KVCache, states: Mapping[int, RequestState]) -> None:

@@ -224,11 +224,14 @@ class Answer:
     def _check_size(self, count: int) -> None:
         """Raises APIError if samples would be equal, or too many requests (`count`) or log-probabilities are needed."""
         engine = self._service.engine
+        name = "best_of" if getattr(self._body, "best_of", None) else "n"
         if self._samples > 1 and self._body.temperature == 0:
-            raise APIError(400, f"{self._samples} answers with temperature 0 would all be the same", param="n")
+            message = f"{name}={self._samples}: answers with temperature 0 would all be the same"
+            raise APIError(400, message, param=name)
         if count > engine.capacity:
-            message = f"{count} answers are more than the {engine.capacity} that the server takes at once"
-            raise APIError(400, message, param="n")
+            message = f"{len(self._prompts)} prompts with {name}={self._samples} make {count} requests"
+            message += f", the server takes {engine.capacity} at once"
+            raise APIError(400, message, param="prompt" if self._samples == 1 else name)
         if self._body.num_top is None:
             return
         limit = engine.engine.config.max_logprobs

@@ -87,7 +87,7 @@ def check_row_layout(layout: RowLayout) -> None:
     check_rules(
         {
             f"a multiple of {GROUP} channels without RoPE, got {layout.nope_dim}": layout.nope_dim % GROUP == 0,
-            f"scale blocks of {GROUP}, 32 or a row, got {layout.scale_block}": layout.scale_block in blocks,
+            f"a scale block in {blocks}, got {layout.scale_block}": layout.scale_block in blocks,
         }
     )
 

@@ -11,7 +11,7 @@ import pytest
 from dsv4_jax.cache import PoolGroup
 from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import Engine, PromptLookup
-from dsv4_jax.host import CacheCorruptionError, KVCacheManager, PrefixCache
+from dsv4_jax.host import CacheCorruptionError, KVCacheManager, PrefixCache, PrefixFiles
 from tests.decode.bigram import MODEL
 from tests.decode.conftest import EVERY_MODEL_SLOWLY
 from tests.host.managers import CONFIG
@@ -105,6 +105,28 @@ def test_prefixes_are_found_in_the_cache_that_has_their_blocks(small, wide):
         engine = make(small, manager, cache=cache, prefix=engine.prefix)
         request = engine.add(SYSTEM, max_new_tokens=5)
         assert list(engine.stream(request)) == want and request.cached_tokens == hit_tokens
+
+
+def test_engines_that_take_turns_do_not_hit_blocks_of_one_another(small, wide, tmp_path):
+    """A prefix cache has blocks of one cache, in memory and in its files."""
+    prompts = [SYSTEM, SYSTEM[::-1]]
+    cold = make(small, wide())
+    want = [list(cold.stream(cold.add(prompt, max_new_tokens=5))) for prompt in prompts]
+    manager = wide()
+    prefix = PrefixCache(manager, key="tiny", files=PrefixFiles(tmp_path, "1GiB"))
+    engines = [make(small, manager, prefix=prefix) for _ in prompts]
+    hits = []
+    for engine, turn in ((0, 0), (0, 0), (1, 1), (0, 1), (1, 0), (0, 0), (0, 1)):
+        request = engines[engine].add(prompts[turn], max_new_tokens=5)
+        assert list(engines[engine].stream(request)) == want[turn]
+        hits.append(request.cached_tokens)
+    assert hits[1] == 32  # later ones may hit files, which the newest engine's blocks reach
+    for engine in engines:
+        engine.close()
+    manager = wide()
+    engine = make(small, manager, prefix=PrefixCache(manager, key="tiny", files=PrefixFiles(tmp_path, "1GiB")))
+    for prompt, tokens in zip(prompts, want, strict=True):
+        assert list(engine.stream(engine.add(prompt, max_new_tokens=5))) == tokens
 
 
 def test_a_prefix_cache_of_another_manager_is_refused(small, wide):

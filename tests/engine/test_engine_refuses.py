@@ -69,6 +69,13 @@ def test_sizes_of_another_kind_are_refused(small, roomy, name):
 
 
 @pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("name", ["batch_invariant", "overlap", "structured_output"])
+def test_options_that_are_neither_on_nor_off_are_refused(small, roomy, name):
+    with pytest.raises(TypeError, match=f"{name}='no' must be True or False"):
+        make(small, roomy, **{name: "no"})
+
+
+@pytest.mark.usefixtures("untyped")
 def test_a_fork_with_a_bad_seed_changes_nothing(small, roomy):
     engine = make(small, roomy)
     request = engine.add([1, 2], max_new_tokens=4, seed=-1)

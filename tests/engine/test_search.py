@@ -193,6 +193,7 @@ def test_one_beam_is_greedy(small, wide):
     assert best.tokens == alone(small, wide(), PROMPT, 0, max_new_tokens=6, sampling=SamplingParams())[0]
 
 
+@pytest.mark.usefixtures("untyped")
 def test_bad_searches_are_refused(small, wide):
     manager = wide(3)
     options = dict(max_new_tokens=4, sampling=WARM)
@@ -210,6 +211,8 @@ def test_bad_searches_are_refused(small, wide):
     ):
         with pytest.raises(ValueError, match=message):
             beam_search(small[0], manager, PROMPT, **dict(max_new_tokens=4) | change)
+    with pytest.raises(TypeError, match="length_penalty='a' must be a number"):
+        beam_search(small[0], manager, PROMPT, beams=2, max_new_tokens=4, length_penalty="a")
     # Three beams of 40 tokens have no room for three open blocks.
     with pytest.raises(CacheFullError):
         beam_search(small[0], manager, PROMPT, beams=3, max_new_tokens=4, chunk=CHUNK)

@@ -4,7 +4,7 @@ import chex
 import pytest
 
 from dsv4_jax.cache.request_rows import copy_request, write_request
-from dsv4_jax.host import CacheFullError, PrefixCache
+from dsv4_jax.host import CacheFullError, PrefixCache, capture, resume
 from tests.host.managers import BLOCK, host_state, ids, make, step
 
 
@@ -47,6 +47,27 @@ class TestFork:
         manager.allocate(slot, 90)
         (child,), _ = manager.fork(step(manager, manager.init_cache(), slot, ids(20)), slot, 1)
         assert len(manager.requests.state(child).blocks) == 2
+
+    @pytest.mark.parametrize("max_query_tokens", [1, 3])
+    def test_a_restored_token_does_not_run_again(self, max_query_tokens):
+        """The rows that it would read were not restored with it."""
+        manager = make(max_query_tokens=max_query_tokens)
+        prefix = PrefixCache(manager, key="none")
+        prompt = ids(2 * BLOCK + 1)
+        slot = manager.admit()
+        cache = step(manager, manager.init_cache(), slot, prompt[:-1])
+        prefix.observe(cache, slot, prompt[:-1])
+        hit, num_hit, cache = prefix.admit(cache, prompt)
+        assert num_hit == 2 * BLOCK
+        with pytest.raises(ValueError, match=f"length=31: the rows of slot {hit} were restored for a length of 32 or"):
+            manager.fork(cache, hit, 1, length=31)
+        cache = step(manager, cache, hit, prompt[-1:])
+        (child,), cache = manager.fork(cache, hit, 1, length=2 * BLOCK)
+        assert manager.length(child) == 2 * BLOCK
+        small = make(max_query_tokens=1)
+        slot, cache = resume(small, small.init_cache(), capture(manager, cache, slot))
+        with pytest.raises(ValueError, match="length=31: the rows of slot 0 were restored for a length of 32 or more"):
+            capture(small, cache, slot, length=31)
 
     def test_one_program_for_any_number(self):
         manager = make()

@@ -306,12 +306,18 @@ class TestMetricsAndRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (dict(every=0), "every=0 must be at least 1, or None"),
+            (dict(every=0), "every=0 must be at least 1"),
+            (dict(every=1.5), "every=1.5 must be a whole number"),
             (dict(max_bytes=10), r"max_bytes=10 holds no snapshot: one takes \d+ bytes"),
+            (dict(max_bytes="10B"), "max_bytes=10 holds no snapshot"),
+            (dict(max_bytes=1e9), r"max_bytes=1000000000.0 must be an int \(bytes\) or text such as '80GiB'"),
+            (dict(debug="no"), "debug='no' must be True or False"),
+            (dict(files="folder"), r"files='folder' must be a PrefixFiles\(directory, max_bytes\), or None"),
         ],
     )
+    @pytest.mark.usefixtures("untyped")
     def test_bad_options(self, options, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             Cached(**options)
 
     def test_a_second_one_takes_the_place_of_the_first(self):

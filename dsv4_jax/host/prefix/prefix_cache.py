@@ -1,6 +1,7 @@
 """Prefix cache: full blocks and boundary snapshots of earlier requests, found by their tokens."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -12,7 +13,8 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_request
-from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.common.arguments import check_flag, check_whole
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
@@ -20,7 +22,7 @@ from dsv4_jax.host.offload import identity, rows_struct
 from dsv4_jax.host.prefix.prefix_files import FORMAT, FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import FoundPrefix, RequestState
-from dsv4_jax.host.step_order import record_write
+from dsv4_jax.host.step_order import origin, record_write
 
 
 @dataclasses.dataclass
@@ -77,6 +79,9 @@ class PrefixCache(Summarized):
 
     A manager has one prefix cache. If a second one is made for the manager, the first cannot be used any more.
 
+    All blocks lie in one cache. If a method gets a cache that comes from another `init_cache`, such as that of another
+    engine, the prefix cache first forgets all blocks.
+
     Attributes:
       manager: the manager whose blocks are shared.
       key: name of the model's weights; None = a name that only this process knows.
@@ -97,7 +102,7 @@ class PrefixCache(Summarized):
         *,
         key: str,
         every: int | None = 1,
-        max_bytes: int = 2**30,
+        max_bytes: int | str = 2**30,
         seed: int = 0,
         debug: bool = False,
         files: PrefixFiles | None = None,
@@ -105,18 +110,24 @@ class PrefixCache(Summarized):
         """Makes an empty prefix cache.
 
         Args:
-          manager, every, max_bytes, debug, files: see the class.
+          manager, every, debug, files: see the class.
+          max_bytes: see the class; may be text, such as "2GiB".
           key: name of the model's weights. Other weights must have another name, see
             `checkpoint.weights_fingerprint`.
           seed: number that is part of all hashes. Prefix caches find each other's files only if their seeds are equal.
             It need not be secret: prompts whose 256-bit BLAKE2b hashes collide cannot be constructed.
 
         Raises:
+          TypeError: `every`, `max_bytes`, `debug` or `files` has the wrong type.
           ValueError: `every` is not positive, `max_bytes` is less than a snapshot's size, the limit of `files` is less
             than the size of a block with its snapshot, or there are `files` and the mesh has several processes.
         """
-        if every is not None and every < 1:
-            raise ValueError(f"{every=} must be at least 1, or None for last boundaries only")
+        if every is not None:
+            check_whole("every", every, 1)
+        check_flag("debug", debug)
+        if not isinstance(files, PrefixFiles | None):
+            raise TypeError(f"{files=} must be a PrefixFiles(directory, max_bytes), or None")
+        max_bytes = parse_bytes(max_bytes, "max_bytes")
         struct = rows_struct(manager.schema, boundary=True)
         self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
         if max_bytes < self.bytes_per_snapshot:
@@ -139,6 +150,7 @@ class PrefixCache(Summarized):
             self._table.evictor.clear()
             self._table.weights += 1
         self._tree = PrefixTree(self._table.allocator)
+        self._origin = 0  # `step_order.origin` of the cache that holds the blocks
         self._snapshots: set[CachedBlock] = set()  # nodes with a snapshot
         self._metrics = PrefixMetrics()
         self._table.evictor = self
@@ -199,8 +211,10 @@ class PrefixCache(Summarized):
         self._check_current()
         self.manager.check_cache(cache)
         ids = self.manager.check_ids(prompt_ids)
+        size = self.manager.check_size(len(ids), num_tokens)
+        self._follow(cache)
         paths, prefixes = self._find(ids, salt)
-        slot = self._table.find_slot(self.manager.check_size(len(ids), num_tokens), prefixes)
+        slot = self._table.find_slot(size, prefixes)
         shard = self.manager.shards.of(slot)
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
@@ -291,6 +305,7 @@ class PrefixCache(Summarized):
         """
         self._check_current()
         self.manager.check_cache(cache, slot)
+        self._follow(cache)
         state = self._table.state(slot)
         block_tokens = self._block_tokens
         num_full = (state.length if length is None else min(length, state.length)) // block_tokens
@@ -441,6 +456,7 @@ class PrefixCache(Summarized):
         self.manager.check_cache(cache)
         if self._stored is None:
             raise ValueError("the prefix cache has no files: give it files=PrefixFiles(directory, max_bytes)")
+        self._follow(cache)
         self._stored.save_all(self._tree.nodes.values(), lambda: cache)
 
     # --- called by RequestTable, whose `evictor` this is ---
@@ -468,7 +484,7 @@ class PrefixCache(Summarized):
             if self._stored is not None and self.get_cache is not None:
                 # Nothing has overwritten the blocks yet. Later blocks of a prefix are useless without the earlier ones,
                 # so the earlier ones are saved first.
-                self._stored.save_blocks(nodes[::-1], self.get_cache)
+                self._stored.save_blocks(nodes[::-1], functools.partial(self._cache_of_blocks, self.get_cache))
             for node in nodes:
                 if node.snapshot is not None:
                     self._drop_snapshot(node)
@@ -506,6 +522,19 @@ class PrefixCache(Summarized):
     def _check_current(self):
         if not self.serves(self.manager):
             raise ValueError("another PrefixCache of the manager has taken the place of this one: use that one")
+
+    def _follow(self, cache):
+        """Forgets all blocks if they lie in a cache of another origin than `cache`."""
+        if self._origin != (new_origin := origin(cache)):
+            self.clear()
+            self._origin = new_origin
+
+    def _cache_of_blocks(self, get_cache):
+        """Returns the result of `get_cache`. Raises ValueError if the blocks lie in a cache of another origin."""
+        cache = get_cache()
+        if origin(cache) != self._origin:
+            raise ValueError("the evicted blocks lie in a cache of another engine than the newest one")
+        return cache
 
     def _salted_root(self, salt):
         """Returns the 32-byte digest that stands for a preceding block when a prompt's first block is hashed.
@@ -584,7 +613,7 @@ class PrefixCache(Summarized):
                     self._append_block(path, digest, block)
                 if snapshot is not None:
                     self._keep_snapshot(snapshot, path)
-                state = RequestState(length, length, blocks, cached_blocks=path, weights=table.weights)
+                state = RequestState(length, length, length, blocks, cached_blocks=path, weights=table.weights)
                 record_write(table, cache, new_cache, {slot: state})
         return path, new_cache
 
