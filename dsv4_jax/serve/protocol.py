@@ -28,6 +28,8 @@ from dsv4_jax.serve.errors import APIError
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls",)
+_CACHE_MODES = ({}, {"mode": "implicit"}, {"mode": "explicit"})
+_CACHE_LIFETIMES = ({}, {"ttl": "30m"}, {"ttl": "12h"})
 # `NEUTRAL` maps an unsupported field to the values that are accepted, because they do not change the answer.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -51,6 +53,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "refusal": ("",),
     "mcp_servers": ([],),
+    "prompt_cache_options": tuple(mode | lifetime for mode in _CACHE_MODES for lifetime in _CACHE_LIFETIMES),
     "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }
 
@@ -194,7 +197,7 @@ class TextPart(_Body):
 
     type: Literal["text"]
     text: str
-    _unused = ("cache_control",)
+    _unused = ("cache_control", "prompt_cache_breakpoint")
 
 
 class Thought(_Body):
@@ -222,7 +225,7 @@ class Message(_Body):
     tool_calls: _List[dict[str, Any]] = []
     tool_call_id: str | None = None
     prefix: bool = False
-    _unused = ("annotations", "provider_specific_fields", "cache_control")
+    _unused = ("annotations", "provider_specific_fields", "cache_control", "prompt_cache_breakpoint")
 
     @model_validator(mode="after")
     def _agree(self) -> "Message":

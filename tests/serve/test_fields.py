@@ -51,6 +51,7 @@ CODEX = dict(
     include=["reasoning.encrypted_content"],
     prompt_cache_key="k",
     prompt_cache_retention="24h",
+    prompt_cache_options=dict(mode="explicit", ttl="12h"),
     client_metadata=dict(session_id="a"),
     metadata=dict(a="b"),
     text=dict(verbosity="medium"),
@@ -151,7 +152,7 @@ def test_the_page_lists_the_fields():
     rows = page.partition("| field | accepted |\n| --- | --- |\n")[2].partition("\n\n")[0].splitlines()
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     nested = {"thinking", "annotations", "provider_specific_fields", "summary", "generate_summary"}
-    nested |= {"disable_parallel_tool_use", "budget_tokens", "display", "user"}
+    nested |= {"disable_parallel_tool_use", "budget_tokens", "display", "user", "prompt_cache_breakpoint"}
     assert listed - nested == {*UNUSED, *NEUTRAL} and nested <= listed
 
 
@@ -311,17 +312,19 @@ def test_what_chats_of_other_servers_have(scripted, release):
 def test_marks_for_a_cache_in_chats(scripted):
     """Every prefix is looked up without them."""
     prompts = []
-    for mark in ({}, dict(cache_control=dict(type="ephemeral"))):
+    for mark in ({}, dict(cache_control=dict(type="ephemeral")), dict(prompt_cache_breakpoint=dict(mode="explicit"))):
         scripted.say("</think>ok")
         messages = [
             dict(role="system", content="Look.") | mark,
             dict(role="user", content=[dict(type="text", text="Hi") | mark]),
         ]
-        body = dict(messages=messages, tools=[tool | mark for tool in TOOLS])
+        body = dict(messages=messages, tools=TOOLS)
+        if "cache_control" in mark:
+            body["tools"] = [tool | mark for tool in TOOLS]
         status, answer, _ = post(scripted, "chat/completions", **body)
         assert status == 200, answer
         prompts += scripted.prompts
-    assert prompts[0] == prompts[1]
+    assert prompts[0] == prompts[1] == prompts[2]
 
 
 def test_any_of_two_tools_in_messages(scripted, claude):
