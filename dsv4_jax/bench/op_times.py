@@ -110,7 +110,7 @@ def run(cases: Iterable[Case], report: Row, calls: int) -> Iterator[Row]:
 def _measure(case, calls, copy, read, matmul):
     """Returns a case's result. `copy` and `read` are bytes a second, `matmul` is operations a second."""
     layers, inputs = case.make(calls)
-    has_kernel = why_no_mosaic_gpu() is None and timing.kernel_is_right(case, layers[0], inputs[0])
+    has_kernel = why_no_mosaic_gpu() is None and timing.check_kernel(case, layers[0], inputs[0])
     xla_seconds = timing.median_seconds(case, "xla", layers, inputs[: case.xla_calls])
     seconds = timing.median_seconds(case, "mosaic_gpu", layers, inputs) if has_kernel else xla_seconds
     rate = case.nbytes / seconds

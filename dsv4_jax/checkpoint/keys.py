@@ -29,9 +29,9 @@ HEAD = "lm_head.weight"
 ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
 TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # path ends of the tables from which a step reads few rows
 # This table has a row for each parameter outside the layers. A row holds the path in this package's model ("our path"),
-# the name in the release, the storage in the release's files, and transformers' name if it differs from our path. For
-# the storage see `Weight`; "FP8" stands for the kind that the configuration says. A row is used only if the model has a
-# parameter at our path.
+# the name in the release, the storage in the release's files, and transformers' name if it differs from our path. The
+# storage is a `Weight.dtype`, where "FP8" stands for `fp8_kind(config.weight_block)`, that is, "FP8" or "FP8_32". A row
+# is used only if the model has a parameter at our path.
 _TOP = (
     (EMBEDDING, "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),

@@ -278,11 +278,13 @@ class _Loader:
                 if whole is not None:
                     fill(whole[index], pieces, check)
                     continue
-                # `part` is the sharding of this weight alone, without the axes of layers.
+                # The sharding of this weight alone, without the axes of layers.
                 weight_sharding = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
-                is_view = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
+                # Codes, scales (a `field` of a quantized weight) and stored tensors are views of the file, and several
+                # threads copy them. Other weights are dequantized, one at a time.
+                are_stored = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
                 shape = indexed_shape(struct.shape, index)
-                threads = is_view or field is not None
+                threads = are_stored or field is not None
                 value = self._staging.place(pieces, shape, struct.dtype, weight_sharding, check, threads)
                 write_leaf(variable, field, value, index)
             if whole is not None:

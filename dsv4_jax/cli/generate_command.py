@@ -245,7 +245,10 @@ class GenerateCommand(RandomModelOptions):
         return tokens, _speed(known - before, seconds, len(timed), sum(timed)), request.accepted
 
     def _find_answers(self, model, manager, prompt):
-        """Returns (answers or beams, the best one first; speed), with the speed as `_speed` returns it."""
+        """Returns (candidates, speed): the answers of `n_best` or the beams of `beam_search`, and `_speed`'s result.
+
+        The best candidate comes first.
+        """
         from dsv4_jax.engine import beam_search, n_best
 
         programs = model.compilations

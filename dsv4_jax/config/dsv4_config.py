@@ -310,8 +310,9 @@ class DSV4Config:
     def from_hf(cls, source: str | Path | dict[str, Any], *, mtp: bool = False) -> "DSV4Config":
         """Reads config.json with the fields of the release, with those of transformers 5, or with both if they agree.
 
-        A file without `model_type` may have the fields of the configuration in the release's folder `inference`, for
-        DeepSeek-V4.1. Its `max_position_embeddings` is the context to which YaRN extends the original one.
+        For DeepSeek-V4.1, the file may also be the configuration of the release's own inference code (in its folder
+        `inference`), which has no `model_type` and other names of fields. If it lacks `max_position_embeddings`, that
+        is the length to which YaRN extends the context, `original_seq_len * rope_factor`.
 
         Args:
           source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed

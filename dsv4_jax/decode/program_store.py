@@ -309,7 +309,7 @@ def _environment() -> tuple:
     devices = jax.devices()
     settings = {name: str(value) for name, value in jax.config.values.items() if "cache" not in name}
     variables = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "MOSAIC_"))}
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")]
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")]
     cpu = [platform.machine(), platform.python_version()]
     with contextlib.suppress(OSError):  # XLA compiles for the instruction sets that this CPU has
         cpu += [line for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines() if "flags" in line]

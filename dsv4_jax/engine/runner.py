@@ -152,13 +152,18 @@ class StepRunner:
         """
         if launched.logits is None:
             return launched
-        before = draw_step._cache_size()
         masks = self._token_masks(launched)
-        output = draw_step(launched.logits, launched.batch, *launched.drawing, masks, self._processor)
-        # `draw_step` is no program of the model, so its compilations are added to `compilations` here.
-        self._compilations_before -= draw_step._cache_size() - before
+        with self._counts_draws():
+            output = draw_step(launched.logits, launched.batch, *launched.drawing, masks, self._processor)
         output = dataclasses.replace(output, decisions=launched.decisions)
         return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)
+
+    @contextlib.contextmanager
+    def _counts_draws(self):
+        """Adds compilations of `draw_step`, which is no program of the model, to `compilations`."""
+        before = draw_step._cache_size()
+        yield
+        self._compilations_before -= draw_step._cache_size() - before
 
     def _begin_slots(self, requests):
         """Sets the logits processor's state in each slot to which a new request was admitted.
@@ -265,10 +270,9 @@ class StepRunner:
         """
         manager = self._manager
         sizes = {}
-        before = draw_step._cache_size()
-        for program in self.begin_programs(cache):
-            program.result()
-        self._compilations_before -= draw_step._cache_size() - before
+        with self._counts_draws():
+            for program in self.begin_programs(cache):
+                program.result()
         for count, has_grammars in self._kinds_of_steps():
             request = _request_of_zeros(manager, count)
             slot = request.slot

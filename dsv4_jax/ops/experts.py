@@ -66,7 +66,7 @@ def experts(
         selected.shape == weights.shape and len(selected) == len(x),
         f"selected {selected.shape} and weights {weights.shape} must have a row for each of the {len(x)} tokens of x",
     )
-    if shared is not None and not _take_one_launch(x, gate_up, down, *shared):
+    if shared is not None and not _fit_one_launch(x, gate_up, down, *shared):
         arrays = x, selected, weights, gate_up, down, permutation
         routed = experts(*arrays, limit=limit, total_experts=total_experts, implementation=implementation)
         return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
@@ -99,11 +99,12 @@ def _for_kernel(weight):
     return weight.codes, weight.scale
 
 
-def _take_one_launch(x, *matrices):
+def _fit_one_launch(x, *matrices):
     """Returns whether one kernel launch can compute routed and shared experts.
 
-    One launch takes up to `MAX_SHARED_TOKENS` tokens. It needs the release's storage: FP4 for routed experts, FP8 for
-    the shared expert. It also limits the numbers of inner channels.
+    One launch takes up to `MAX_SHARED_TOKENS` tokens, routed experts in FP4, and a shared expert in FP8. The numbers of
+    inner channels must be multiples of 512 (routed) and 256 (shared) if FP8 blocks are 128 x 128, or both of 64 if
+    they are 32 x 32.
 
     Args:
       x: [T, D] activations.

@@ -265,8 +265,8 @@ class ReleaseChat(Chat):
         return ids
 
     def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
-        # The prompt ends with `<think>` or `</think>`, perhaps followed by the beginning of a required tool call. After
-        # any other end, the answer continues a message that the prompt begins, and is not stored.
+        # An answer with tool calls is stored if its prompt ends with `<think>` or `</think>`, perhaps followed by the
+        # beginning of a required tool call. After any other end, it continues a message that the prompt begins.
         starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]
         begin = 1 + starts[-1]
         if message.tool_calls and list(prompt[begin:]) in ([], self._call_begin):

@@ -187,7 +187,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
           ahead: the tokens of the group's first turn, loaded ahead of time by `load_tokens`.
 
         Returns:
-          The tokens of the next group's first turn, from `load_tokens`.
+          The tokens of the next group's first turn, from `load_tokens`; unspecified if no block has a second group.
         """
         stage = lax.rem(i, STAGES)
         if pre_gmem is None:

@@ -266,7 +266,7 @@ class RadixSelect:
         return self.memory[self.plan.offsets.overflow] > 0
 
     def no_candidates(self) -> jax.Array:
-        """Returns zeros, [128] int32: the count with which calls of `append` begin."""
+        """Returns [128] int32 zeros, a number of candidates for each thread: `count` of the first `append`."""
         return ops.inline(lambda: U32(0), returns=_PER_THREAD)
 
     def _each_candidate(self, kept, visit):
@@ -504,8 +504,8 @@ class RadixSelect:
         plan = self.plan
         chunk = U32(0) if kept.chunk is None else kept.chunk
 
-        # A warp loads 128 scores at a time. Four words of a bitmap mark them. The four scores of a lane are marked by
-        # four adjacent bits of one of these words.
+        # A warp loads 128 scores at a time, `VECTOR` = 4 for each lane. Four words of a bitmap have a bit for each of
+        # them, and the scores of a lane have adjacent bits. So load number n begins at word 4 * n of the warp's words.
         first_word = ops.warp() * (plan.chunks * plan.values) + (ops.lane() >> 3) + plan.offsets.above
         first_bit = (ops.lane() & 7) << 2
 
@@ -516,8 +516,8 @@ class RadixSelect:
                 # Each bitmap is `plan.marks` words long, and `ties` follows `above`.
                 bitmap_offset = (key - low < width).where(plan.marks, 0)
                 mark = U32(1) << (first_bit + (score_number & (VECTOR - 1)))
-                word = first_word + bitmap_offset + (score_number & -VECTOR)
-                ops.set_bits(self._word(word), mark)
+                load_word = score_number & -VECTOR  # 4 * n for load number n
+                ops.set_bits(self._word(first_word + bitmap_offset + load_word), mark)
 
         self._each_candidate(kept, mark_candidate)
 

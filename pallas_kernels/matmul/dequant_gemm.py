@@ -1,21 +1,23 @@
-"""GEMM with quantized weights: sums[r, n] = sum_k W[matrix, r, k] * x[n, k], for many inputs x.
+"""GEMM with quantized weights: sums[r, t] = sum_k W[matrix, r, k] * x[t, k], for many inputs x.
+
+Each output tile has its own index `matrix`, see `OutputTile`.
 
 The kernel is bound by the throughput of `wgmma`. A block walks over the output tiles that the caller gives it, see
 `Operands`. The columns k of the weights are split into steps of 32, 64 or 128 bytes of each weight row. A stage of
-shared memory holds the weights and the inputs of one step. With n = `DequantGemm.warpgroups`:
+shared memory holds the weights and the inputs of one step. With w = `DequantGemm.warpgroups`:
 
     warpgroup   role        does                                                waits for       signals
-    0..n-1      multiply    unpacks 64 weight rows in registers, runs `wgmma`,  stage_full      stage_empty
+    0..w-1      multiply    unpacks 64 weight rows in registers, runs `wgmma`,  stage_full      stage_empty
                             and calls `finish` with their sums                  codes_full      codes_empty
                                                                                 scales_full     scales_empty
-    n           load        copies operands, without a pause between tiles      stage_empty     stage_full
+    w           load        copies operands, without a pause between tiles      stage_empty     stage_full
                                                                                 codes_empty     codes_full
                                                                                 scales_empty    scales_full
 
 FP4's scales have a separate ring in shared memory, because one copy brings the scales of several steps. FP4's codes may
-have a separate ring, too, if steps have at most 64 bytes. Then one copy brings the codes of two steps. For experts may
-lie in host memory, and PCIe carries reads of 64 bytes at a lower rate than reads of 128 bytes. The two blocks of a
-cluster multiply the same inputs, and each block copies half of the inputs to both.
+have a separate ring, too, if steps have at most 64 bytes. One copy then brings the codes of two steps, because PCIe
+reads experts in host memory at a lower rate in pieces of 64 bytes than in pieces of 128. The two blocks of a cluster
+multiply the same inputs, and each block copies half of the inputs to both.
 """
 
 import dataclasses

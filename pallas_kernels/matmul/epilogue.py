@@ -61,32 +61,34 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     gated = limit is not None
     thread = mlir.thread()
     channel = tile * (HALF if gated else ROWS)
-    line = (thread >> 5) * (8 if gated else 16) + ((thread % 32) >> 2)
+    channel_in_tile = (thread >> 5) * (8 if gated else 16) + ((thread % 32) >> 2)  # of the thread's first weight row
     count, width = out_gmem.type.shape
     values = mlir.values(sums)
 
-    def finished(gate, up, number):
-        """Yields the values to store for the two sums of input `number`: both products, or one value of SwiGLU."""
+    def finished(gate, up, input_index):
+        """Yields the values to store for the two sums of an input: both products, or one value of SwiGLU."""
         if not gated:
             yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in (gate, up))
             return
         value = _emit_swiglu(gate, up, limit)
         if weights_smem is not None:
-            weight = ops.load(ops.shared(weights_smem) + (number << 2))
+            weight = ops.load(ops.shared(weights_smem) + (input_index << 2))
             value = arith.mulf(value, ops.as_float(weight))
         yield value
 
-    # A thread holds sums of two weight rows: for every 8 inputs, two sums of the first row, then two of the second.
+    # A thread holds sums of weight rows r and r + 8 of its warp's 16: two products 8 channels apart, or with SwiGLU the
+    # gate's and the up projection's product of one channel. Four sums are those of two adjacent inputs: row r of both
+    # inputs, then row r + 8 of both.
     for n in range(0, len(values), 4):
         for i in range(2):
-            number = ((thread & 3) << 1) + (2 * n + i)  # index of the input
-            row = number if rows_smem is None else ops.load(ops.shared(rows_smem) + (number << 2))
-            with ops.when(row < count):
-                offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(channel + line))
+            input_index = ((thread & 3) << 1) + (2 * n + i)
+            row = input_index if rows_smem is None else ops.load(ops.shared(rows_smem) + (input_index << 2))
+            with ops.when(row < count):  # as unsigned numbers, which also skips row -1
+                offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(channel + channel_in_tile))
                 place = mlir.at(mlir.global_pointer(out_gmem), offset, ir.BF16Type.get())
-                for half, value in enumerate(finished(values[n + i], values[n + 2 + i], number)):
+                for i_channel, value in enumerate(finished(values[n + i], values[n + 2 + i], input_index)):
                     value = arith.truncf(ir.BF16Type.get(), value)
-                    llvm.store(value, mlir.at(place, 2 * 8 * half), alignment=2)
+                    llvm.store(value, mlir.at(place, 2 * 8 * i_channel), alignment=2)
 
 
 @primitive

@@ -49,9 +49,11 @@ class WeightLayout:
         return self.bits == 4 and scales != SCALE_BYTES // 2 and scales % SCALE_BYTES > 0
 
     def scale_line(self, columns: int) -> int:
-        """Returns the number of scales in a line. FP4's scales are copied from an array [lines, scales of a line].
+        """Returns the number of scales in a line. Copies read FP4's scales from an array [lines, scales of a line].
 
-        A copy brings at most 256 lines, so a line may hold the scales of several weight rows.
+        Usually a line has the scales of one weight row, or of two rows with 8 scales each. If one copy brings all
+        scales of a tile (`copies_all_scales`), a line has 64 or 128 scales, and need not begin with a weight row. With
+        fewer scales in a line, a tile could exceed the 256 lines that a copy can bring.
         """
         if self.copies_all_scales(columns):
             return 128 if columns % 128 == 0 else 64

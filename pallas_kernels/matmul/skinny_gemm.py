@@ -68,9 +68,9 @@ class Product:
     # Maps the index of a tile to the first row index of each half. A half is 32 consecutive rows of the matrix. With
     # `whole_rows`, the halves are those of the first 64 rows.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-    # (index of a tile, load) -> None. Calls `load(source, rows, divisor, column, norm, eps)` unless the previous tile
-    # has the same inputs. `eps` is an argument of `skinny_prologue.store_factors`, the others are arguments of
-    # `skinny_prologue.load_inputs`; `column` counts from `first_column`.
+    # Loads the inputs of a tile by `load(source, rows, divisor, column, norm, eps)`, or does nothing if the previous
+    # tile has the same inputs. It is called with the index of the tile and with `load`, whose arguments are those of
+    # `skinny_prologue.load_inputs`, but `column` counts from `first_column`. `eps` is the epsilon of the norm.
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
     # (index of a tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32: 2**-32 times the sums of
     # products. With `whole_rows`, it is called for each quarter of a tile: quarter i of tile n has the index 4 * n + i.
@@ -98,8 +98,8 @@ class Product:
 class SkinnyScratch(NamedTuple):
     """Shared memory and barriers of a skinny GEMM: types to allocate outside the kernel, references inside it."""
 
-    # [stages, 64 or more, elements] weights or codes: an array for each entry of `SkinnyGemm.row_bytes`, that is, for
-    # each dtype and number of elements that a row of a stage can have.
+    # Weights or codes: a list of arrays [stages, rows, elements] with at least 64 rows, one for each dtype and number
+    # of elements in `SkinnyGemm.row_bytes`. On a GPU the arrays are views of the same memory.
     codes_smem: Any
     weights_empty: Any  # a barrier for each stage
     weights_full: Any  # a barrier for each stage
@@ -374,7 +374,14 @@ def _copy_stage(gemm, product, refs, before, i):
 
 
 def _copy_tile_scales(product, refs, tile, row):
-    """Copies all FP4 scales of a tile of a product, from row `row` on."""
+    """Starts to copy all FP4 scales of a tile to its slot of `tile_scales_smem`, once the slot is free.
+
+    Args:
+      product: the product.
+      refs: `SkinnyScratch` of references.
+      tile: index of the tile in the product.
+      row: index of the tile's first weight row in the matrix.
+    """
     barriers.wait_empty(refs.tile_scales_empty, tile)
     slot = barriers.turn(refs.tile_scales_full, tile)
     lines = product.depth // product.layout.scale_line(product.depth)  # number of lines of 32 weight rows

@@ -144,8 +144,8 @@ class PrefixCache(Summarized):
         self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
         self._set_key(key)
-        # This prefix cache takes the place of an earlier one. It caches no request that runs already, because the
-        # request's rows may come from other weights than those that `key` names.
+        # A prefix cache that takes the place of an earlier one caches no request that runs already, because the
+        # request's rows may come from other weights than `key` names. `weights` numbers the weights so far.
         if self._table.evictor is not None:
             self._table.evictor.clear()
             self._table.weights += 1
