@@ -232,7 +232,7 @@ class ExpertsProblem:
         return self.layout == FP4 and self.inner < MULTIPLIERS * MAX_SEGMENTS * FP4.segment
 
     def other_bytes(self, workers: int) -> int:
-        """Returns how many bytes of shared memory a block needs beside those of `gemm`. `workers`: number of blocks."""
+        """Returns the number of bytes of shared memory that each of `workers` blocks needs beside its `gemm`."""
         return 8 * GROUP_WORDS * sum(self.max_groups(i, workers) for i in self.maps) + 2048
 
     @property
@@ -252,7 +252,7 @@ class ExpertsProblem:
 
     @property
     def first_term(self) -> int:
-        """The index of the first counter of `add_up_terms`. The counters of groups and the shared expert precede it."""
+        """The index of the first counter of terms, see `tile_counters`, counted from the counter of group 0."""
         return self.groups + 1
 
     def tiles_together(self, i: int) -> int:
@@ -260,12 +260,11 @@ class ExpertsProblem:
         return MULTIPLIERS if i == DOWN and self.has_short_rows else 1
 
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
-        """Returns the indices of a block's first tile of groups and first tile of the shared expert.
+        """Returns the indices of the first tile of groups and of the first tile of the shared expert of a block.
 
-        At these indices, the tiles of the preceding block end.
-
-        The tiles of the shared expert are divided evenly among the blocks. The tiles of groups, which have fewer bits,
-        are divided so that all blocks read about the same number of bytes.
+        A block's tiles end where the tiles of the next block begin. The tiles of the shared expert are divided evenly
+        among the blocks. The tiles of groups, which have fewer bits, are divided so that all blocks read about the same
+        number of bytes.
 
         Args:
           groups: number of groups.
@@ -382,13 +381,19 @@ def _body(p, routing, inputs, weights, layer_gmem, *outs, tables_smem, factors_s
 
 
 def _wait_for_inputs(p, counts, i, group, tiles):
-    """Waits until all tiles of gate_up of a group are written, if map `i` is `DOWN` and this launch writes them."""
+    """Waits until all tiles of gate_up of a group are written, if map `i` is `DOWN` and this launch writes them.
+
+    `tiles` is (number of tiles of gate_up, number of tiles of down) of the group's expert.
+    """
     if i == DOWN and GATE_UP in p.maps:
         tile_counters.wait_for_tiles(counts, group, tiles[GATE_UP])
 
 
 def _signal_tile(p, counts, i, group, tile):
-    """Counts a written tile of map `i` in `tile_counters`, if blocks of this launch wait for the tile."""
+    """Counts a written tile of map `i` in `counts`, see `tile_counters`, if blocks of this launch wait for the tile.
+
+    `group` is the index of the tile's group, and `tile` the index of the tile among those of its expert.
+    """
     if len(p.maps) > 1 and (i == GATE_UP or p.shared):
         tile_counters.signal_tile(counts, group if i == GATE_UP else p.first_term + tile)
 

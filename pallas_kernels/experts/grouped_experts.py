@@ -130,7 +130,7 @@ class GroupedGemm:
 
     @property
     def tiles(self) -> int:
-        """The number of output tiles of a block of pairs. Such a block is up to `tile_pairs` pairs of an expert."""
+        """The number of output tiles along the output's columns, for each tile of pairs of `sort_by_expert`."""
         return -(-self.width // (self.channels * self.gemm.warpgroups))
 
 
@@ -165,7 +165,11 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
-        """Returns (index of the block of pairs, index of the tile in it) of this worker's n-th output tile."""
+        """Finds this worker's n-th output tile.
+
+        Returns:
+          (index of the tile of pairs in `blocks_gmem`, index of the output tile among those of this tile of pairs).
+        """
         tile = worker + n * workers
         block = lax.div(tile, p.tiles)
         return block, tile - block * p.tiles

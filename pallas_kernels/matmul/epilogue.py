@@ -1,7 +1,7 @@
 """The epilogues of `skinny_gemm` and `dequant_gemm`, which store a tile of sums [64 weight rows, N inputs] transposed.
 
 Each input gets a row of the output array. An epilogue first multiplies the sums by 2**32, because unpacked weights are
-2**-32 times their values (`quantized_weights.SHIFT`). If `limit` is given, the epilogue stores SwiGLU, with this
+2**-32 times the weights (`quantized_weights.SHIFT`). If `limit` is given, the epilogue stores SwiGLU, with this
 clipping limit, instead of the sums. A thread then holds the sums of a channel's gate row and up row, see
 `quantized_weights.interleave_halves`. For many inputs a warpgroup transposes bfloat16 values in shared memory, so that
 it writes long pieces of rows.
@@ -61,7 +61,8 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     gated = limit is not None
     thread = mlir.thread()
     channel = tile * (HALF if gated else ROWS)
-    channel_in_tile = (thread >> 5) * (8 if gated else 16) + ((thread % 32) >> 2)  # of the thread's first weight row
+    # The index in the tile of the channel to which the thread's first weight row belongs.
+    channel_in_tile = (thread >> 5) * (8 if gated else 16) + ((thread % 32) >> 2)
     count, width = out_gmem.type.shape
     values = mlir.values(sums)
 
@@ -247,8 +248,8 @@ def _element(ref, row, element, column=None):
 def _finished(sums, limit):
     """Returns the float32 values to store for sums [64, N]; for interpreted kernels.
 
-    Without a limit they are the products [N, 64]. With a limit they are SwiGLU [N, 32] of the products, which are
-    rounded to bfloat16 first.
+    Without a limit, these values are the products [N, 64]. With a limit, the products are rounded to bfloat16, and the
+    values are SwiGLU [N, 32] of the rounded products.
     """
     sums = sums * 2.0**SHIFT
     if limit is None:

@@ -68,15 +68,17 @@ class Product:
     # Maps the index of a tile to the first row index of each half. A half is 32 consecutive rows of the matrix. With
     # `whole_rows`, the halves are those of the first 64 rows.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-    # Loads the inputs of a tile by `load(source, rows, divisor, column, norm, eps)`, or does nothing if the previous
-    # tile has the same inputs. It is called with the index of the tile and with `load`, whose arguments are those of
-    # `skinny_prologue.load_inputs`, but `column` counts from `first_column`. `eps` is the epsilon of the norm.
+    # Loads the inputs of a tile, or does nothing if the previous tile has the same inputs. It is called with the index
+    # of the tile and with a function `load(source, rows, divisor, column, norm, eps)` that loads inputs. The arguments
+    # of `load` are those of `skinny_prologue.load_inputs`, except that `column` counts from `first_column` and `eps` is
+    # the epsilon of the norm.
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
-    # (index of a tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32: 2**-32 times the sums of
-    # products. With `whole_rows`, it is called for each quarter of a tile: quarter i of tile n has the index 4 * n + i.
+    # Stores the sums of a tile. The epilogue calls it with the index of the tile and with sums [64, tokens] float32,
+    # which are 2**-32 times the sums of products. With `whole_rows`, it is called for each quarter of a tile, 64 rows:
+    # quarter i of tile n has the index 4 * n + i.
     finish: Callable[[jax.Array, jax.Array], None]
-    # Whether tiles have 256 consecutive rows, of which warpgroups multiply 64 each. The matrix is in
-    # `SkinnyGemm.short_rows`.
+    # Whether tiles have 256 consecutive rows, of which each warpgroup multiplies 64. If so, `SkinnyGemm.short_rows`
+    # contains `depth`.
     whole_rows: bool = False
 
     @property
@@ -148,7 +150,7 @@ class SkinnyGemm:
 
     @property
     def row_bytes(self) -> dict[tuple[jnp.dtype, int], int]:
-        """{(dtype, number of elements) of a row of a stage: number of bytes of the row}, for every kind of stage."""
+        """The number of bytes of a stage's row, for each (dtype, number of elements) that such a row can have."""
         columns = [(layout, self.segments * layout.segment) for layout, _ in self.matrices]
         columns += [(FP4, self.row_columns(depth)) for depth in self.short_rows]
         rows = [(layout.dtype, layout.elements(count)) for layout, count in columns]
@@ -179,7 +181,7 @@ class SkinnyGemm:
 
     @property
     def tile_scales(self) -> tuple[int, int, int]:
-        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros if there is no such array."""
+        """The shape of `SkinnyScratch.tile_scales_smem`: (slots, lines, scales of a line). Zeros without this array."""
         tiles = [(layout, depth, ROWS) for layout, depth in self.matrices]
         tiles += [(FP4, depth, MULTIPLIERS * ROWS) for depth in self.short_rows]
         for layout, depth, rows in tiles:
@@ -234,7 +236,8 @@ class SkinnyGemm:
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
 
-        The result is a multiple of the number of stages in four steps, so that a stage always has the same reader.
+        The result is a multiple of the number of stages in four steps, so that each stage of the ring is always read by
+        the same warpgroup.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         used += math.prod(self.tile_scales)
@@ -378,7 +381,7 @@ def _copy_tile_scales(product, refs, tile, row):
 
     Args:
       product: the product.
-      refs: `SkinnyScratch` of references.
+      refs: references to the shared memory and the barriers.
       tile: index of the tile in the product.
       row: index of the tile's first weight row in the matrix.
     """

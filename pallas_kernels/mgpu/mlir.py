@@ -226,7 +226,7 @@ def int_type(bits: int = 32):
 
 
 def vector_type(length: int, element):
-    """The type of a register of `length` values."""
+    """Returns the MLIR type of a register of `length` values of the MLIR type `element`."""
     return ir.VectorType.get((length,), element)
 
 
