@@ -72,8 +72,9 @@ def experts(
 ) -> jax.Array:
     """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
 
-    The outputs of each linear map and the input of `down` are rounded to bfloat16. The order in which a sum's products
-    are added depends on the shapes and the storage of the weights alone.
+    Here, e is an expert of the token, and w the token's routing weight of e. The outputs of each linear map and the
+    input of `down` are rounded to bfloat16. The order in which a sum's products are added depends on the shapes and the
+    storage of the weights alone.
 
     Args:
       x: [T, D] bfloat16 activations.
@@ -220,8 +221,8 @@ class ExpertsProblem:
         if not self.has_short_rows:
             return SkinnyGemm(matrices, COLUMNS, segments, segments)
         gemm = SkinnyGemm(matrices, COLUMNS, segments, segments, short_rows=(self.inner,))
-        # Each warpgroup needs two stages: one that it multiplies, and one to which the next weights are copied. Two
-        # segments a stage are the minimum, because stages of one segment are slow to copy.
+        # Stages have four segments only if each warpgroup then has two stages: one that it multiplies, and one to which
+        # the next weights are copied. Otherwise stages have two segments. Stages of one segment are slow to copy.
         if segments < MAX_SEGMENTS or gemm.stages(OTHER_BYTES) < 2 * MULTIPLIERS:
             gemm = dataclasses.replace(gemm, segments=2, step_segments=2)
         return gemm
@@ -288,8 +289,8 @@ class ExpertsProblem:
         shared_first = lax.div(worker * shared, workers)
         total = bits * tiles + shared_bits * shared
         routed_size = lax.div(worker * total, workers) - shared_bits * shared_first + bits // 2
-        # Bytes are balanced only if a block's share is at least one tile of the shared expert. With smaller shares, a
-        # block with such a tile would need a negative number of tiles of groups.
+        # Bytes are balanced only if a block's share is at least as large as a tile of the shared expert. With smaller
+        # shares, a block with a tile of the shared expert would need a negative number of tiles of groups.
         balanced = total >= shared_bits * workers
         routed_first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
         return routed_first * together, shared_first

@@ -76,8 +76,9 @@ def grouped_experts(
 ) -> jax.Array:
     """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
 
-    The outputs of each linear map and the input of `down` are rounded to bfloat16. The order in which a sum's products
-    are added depends on the shapes and the storage of the weights alone.
+    Here, e is an expert of the token, and w the token's routing weight of e. The outputs of each linear map and the
+    input of `down` are rounded to bfloat16. The order in which a sum's products are added depends on the shapes and the
+    storage of the weights alone.
 
     Args:
       x: [T, D] bfloat16 activations.

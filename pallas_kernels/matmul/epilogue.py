@@ -78,8 +78,8 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
         yield value
 
     # A thread holds sums of weight rows r and r + 8 of its warp's 16: two products 8 channels apart, or with SwiGLU the
-    # gate's and the up projection's product of one channel. Four sums are those of two adjacent inputs: row r of both
-    # inputs, then row r + 8 of both.
+    # gate's and the up projection's product of one channel. Four consecutive `values` belong to two adjacent inputs:
+    # row r of both inputs, then row r + 8 of both.
     for n in range(0, len(values), 4):
         for i in range(2):
             input_index = ((thread & 3) << 1) + (2 * n + i)
@@ -157,7 +157,10 @@ def _put_transposed(values, start, place):
 
 
 def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
-    """Writes SwiGLU of up to 32 inputs from `start` on, a line for each, to shared memory at address `place`."""
+    """Writes SwiGLU of up to 32 inputs from `start` on, a line for each, to shared memory at address `place`.
+
+    `inputs` is (first, end) and `weights` is `weights_gmem` of `store_many`.
+    """
     first_input, end = inputs
     f32 = mlir.f32_type()
     thread = mlir.thread()
@@ -218,7 +221,10 @@ def _store_lines(
 
 
 def _store_float32(out, values, column, first, end):
-    """Stores float32 sums of the inputs `first` .. `end` - 1; eight threads write 32 consecutive bytes."""
+    """Stores float32 products of the inputs `first` .. `end` - 1 to the 64 channels from `column` on.
+
+    Eight threads write 32 consecutive bytes.
+    """
     thread = mlir.thread()
     row = (thread >> 5) * 16 + ((thread % 32) >> 2)
     for n in range(0, 2 * len(values), 8):

@@ -118,8 +118,8 @@ class SkinnyScratch(NamedTuple):
     # w + 1 waits there. With `takes_turns` the order changes from tile to tile, and a slot has four barriers: warpgroup
     # w waits at barrier w, which the preceding warpgroup in the order signals.
     turns: Any
-    # [slots, lines, ..] uint8, all FP4 scales of a tile in each slot, row after row. None unless there is a matrix with
-    # `WeightLayout.copies_all_scales`.
+    # [slots, lines, scales of a line] uint8, all FP4 scales of a tile in each slot, row after row. None if
+    # `WeightLayout.copies_all_scales` is False for all matrices.
     tile_scales_smem: Any
     tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
@@ -251,8 +251,9 @@ class SkinnyGemm:
         has_scales = self.has_stage_scales
         scale_slots = self.tile_scales[0]
         tile_barriers = functools.partial(plgpu.Barrier, num_barriers=scale_slots)
-        # Arrays of different kinds of rows share their memory; FP4 and FP8 even share one array. The interpreter gets
-        # separate arrays, because it reports writes to two arrays of a `RefUnion` as a race.
+        # Arrays of different kinds of rows share their memory. FP4 and FP8 even share an array if their rows have the
+        # same number of bytes. The interpreter gets separate arrays, because it reports writes to two arrays of a
+        # `RefUnion` as a race.
         codes = []
         for (dtype, elements), row_bytes in self.row_bytes.items():
             transforms = self.stage_format(self.matrices[0][0]).transforms(elements)
@@ -446,7 +447,10 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns two indices of the warpgroup's i-th stage: among the stages of the tile, and among those of a row."""
+        """Returns two indices of the warpgroup's i-th stage of a tile: among the stages of the tile, and of a row.
+
+        `first` is the index of the warpgroup's first step in the tile, from `self.first`.
+        """
         if self.product.whole_rows:
             return i * MULTIPLIERS + first, i
         per_step = self.gemm.stages_per_step

@@ -173,8 +173,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
         line = (thread % 32) >> 2  # index of this group of four threads in the warp
         # `first_row` is the address of the bytes that this thread reads in row 0 of the stage.
         if layout.bits == 16:
-            # As in FP8's order, each of four threads reads 16 consecutive columns, 32 bytes. Two of them read the last
-            # 16 bytes first, so that the four threads read from different banks.
+            # Each of four threads reads 16 consecutive columns, as for FP8. Here these are 32 bytes. Two of the threads
+            # read the last 16 bytes first, so that the four threads read from different banks.
             late = inner >> 1
             first_row = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)

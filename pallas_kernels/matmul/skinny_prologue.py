@@ -206,7 +206,7 @@ def _placed(eight, four, layout, stage_columns):
         unit = ((eight >> 4) << 2) + (eight & 3)
         inner = (eight >> 2) & 3
         if stage_columns % layout.segment:
-            # In the last half of a segment, a thread unpacks two consecutive groups of 8 columns.
+            # In the half segment at the end of a stage, a thread unpacks two consecutive groups of 8 columns.
             stage_eights = stage_columns // 8
             in_stage = eight % stage_eights
             is_half = in_stage >= stage_eights - 8
