@@ -20,7 +20,7 @@ from pallas_kernels.runtime.launch import primitive
 
 @primitive
 def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int = 0, other=None) -> None:
-    """Starts to copy `size` columns of row `row + below` of `source` to shared memory.
+    """Starts to copy columns of row `row + below` of `source` to `target` in shared memory.
 
     Each thread copies the values that it will read.
 
