@@ -425,7 +425,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(index):
-        """Returns the first weight rows of both halves of the block's tile `index * together`, see `Product.rows_of`."""
+        """Returns the first weight rows of both halves of a tile, the block's tile with index `index * together`."""
         n = index * together
         expert = tables_smem[group_of(n) * GROUP_WORDS]
         tile = lax.rem(begin + n, tiles)

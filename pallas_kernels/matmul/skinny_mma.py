@@ -109,7 +109,9 @@ def _emit_load_scales(scales_gmem, rows, first, step_segments=0):
 def multiply_add(
     acc: jax.Array, codes_smem, scales, inputs_smem, stage: jax.Array, stage_format: StageFormat
 ) -> jax.Array:
-    """Returns acc + weights @ inputs.T over the columns of a stage. Products of FP8 and FP4 weights are scaled by 2**-32.
+    """Returns acc + weights @ inputs.T over the columns of a stage.
+
+    Products of FP8 and FP4 weights are scaled by 2**-32.
 
     Args:
       acc: [64, N] float32 sums to add to, for N inputs.
