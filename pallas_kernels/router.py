@@ -9,7 +9,7 @@ sums of the logits of 32 tokens and 32 experts over a slice of 128 channels. `ro
     0 of token 0   group_pairs      groups the (token, expert) pairs of all tokens    selection_ready
                                     by expert, if there are up to 8 tokens
 
-With up to 8 tokens, the blocks of `router_select` are one cluster. The kernel `experts` takes the groups as an
+With up to 8 tokens, the blocks of `router_select` form one cluster. The kernel `experts` takes the groups as an
 argument, so that it needs no separate launch to group the pairs.
 """
 
@@ -34,7 +34,9 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TOKENS = 256
-MAX_GROUPED_TOKENS = 8  # each token takes a block, and every Hopper GPU supports clusters of 8
+# Maximum number of tokens whose pairs are grouped. Each token has a block, and all blocks form one cluster. Every
+# Hopper GPU supports clusters of 8 blocks.
+MAX_GROUPED_TOKENS = 8
 SLICE = 4 * WARP  # number of channels of a slice
 STEP = 16  # number of channels that an `mma` multiplies
 WARP_EXPERTS = 8  # number of experts of a warp of `router_products`
@@ -71,7 +73,7 @@ def router(
       slots: [T] int32 slot of each token's request; -1 = padding. A padding token gets experts -1 and weights 0. None:
         there is no padding.
       layer: [] int32 index of this layer if weight, bias and table have a leading axis of layers, else None.
-      top_k: number of experts of a token, at most 32 and E.
+      top_k: number of experts of a token, at most min(32, E).
       scaling_factor: sum of a token's routing weights.
       interpret: run on the CPU, interpreted, with the race detector on.
 
@@ -166,8 +168,8 @@ def _select_experts(products, weights, token_arrays, layer, top_k, scaling_facto
 def multiply_slice(part: jax.Array, group: jax.Array, tile: jax.Array, x_gmem, weight_gmem, out_gmem) -> None:
     """Writes partial sums of logits, `out[part, t, e]`, for the tokens t and experts e of a block.
 
-    On a GPU, a warp multiplies the weights of 8 experts by `mma`. The float32 weights are split into sums of three
-    bfloat16, so that products are as exact as float32 products.
+    On a GPU, a warp multiplies the weights of 8 experts by `mma`. Each float32 weight is split into a sum of three
+    bfloat16 numbers, so that products are as exact as float32 products.
 
     Args:
       part: int32 scalar, index of the slice of 128 channels to sum over.
@@ -322,7 +324,7 @@ def select(
       weights_gmem: [T * top_k] float32 to write.
       token: int32 scalar, index of the token.
       scores_smem: [E] float32 scores.
-      biased_smem: [E] float32 scores plus bias, if there is one.
+      biased_smem: [E] float32 scores plus bias; not used without a bias.
       selection: {name: reference} of the arrays "bias", "table", "token_ids" and "slots", without those that are None.
       top_k, scaling_factor: as in `router`.
     """
@@ -370,9 +372,9 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
 
 
 def _top_k(values, lane, num_values, top_k):
-    """Returns in lane i < top_k the index of the i-th largest value; equal values are ordered by index.
+    """Finds the `top_k` largest values. Lane 0 gets the index of the largest one, lane 1 that of the second, and so on.
 
-    All lanes of a warp call it.
+    Equal values are ordered by index. All lanes of a warp call the function.
 
     Args:
       values: address of `num_values` float32 values in shared memory.

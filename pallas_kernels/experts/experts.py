@@ -72,8 +72,9 @@ def experts(
 ) -> jax.Array:
     """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
 
-    The outputs of each linear map and the input of `down` are rounded to bfloat16. The order in which a sum's products
-    are added depends on the shapes and the storage of the weights alone.
+    Here, e is an expert of the token, and w the token's routing weight of e. The outputs of each linear map and the
+    input of `down` are rounded to bfloat16. The order in which a sum's products are added depends on the shapes and the
+    storage of the weights alone.
 
     Args:
       x: [T, D] bfloat16 activations.
@@ -220,8 +221,8 @@ class ExpertsProblem:
         if not self.has_short_rows:
             return SkinnyGemm(matrices, COLUMNS, segments, segments)
         gemm = SkinnyGemm(matrices, COLUMNS, segments, segments, short_rows=(self.inner,))
-        # Each warpgroup needs two stages: one that it multiplies, and one to which the next weights are copied. Two
-        # segments a stage are the minimum, because stages of one segment are slow to copy.
+        # Stages have four segments only if each warpgroup then has two stages: one that it multiplies, and one to which
+        # the next weights are copied. Otherwise stages have two segments. Stages of one segment are slow to copy.
         if segments < MAX_SEGMENTS or gemm.stages(OTHER_BYTES) < 2 * MULTIPLIERS:
             gemm = dataclasses.replace(gemm, segments=2, step_segments=2)
         return gemm
@@ -232,7 +233,7 @@ class ExpertsProblem:
         return self.layout == FP4 and self.inner < MULTIPLIERS * MAX_SEGMENTS * FP4.segment
 
     def other_bytes(self, workers: int) -> int:
-        """Returns how many bytes of shared memory a block needs beside those of `gemm`. `workers`: number of blocks."""
+        """Returns the number of bytes of shared memory that each of `workers` blocks needs beside its `gemm`."""
         return 8 * GROUP_WORDS * sum(self.max_groups(i, workers) for i in self.maps) + 2048
 
     @property
@@ -252,7 +253,7 @@ class ExpertsProblem:
 
     @property
     def first_term(self) -> int:
-        """The index of the first counter of `add_up_terms`. The counters of groups and the shared expert precede it."""
+        """The index of the first counter of terms, see `tile_counters`, counted from the counter of group 0."""
         return self.groups + 1
 
     def tiles_together(self, i: int) -> int:
@@ -260,12 +261,11 @@ class ExpertsProblem:
         return MULTIPLIERS if i == DOWN and self.has_short_rows else 1
 
     def first_tiles(self, groups, i: int, worker, workers: int) -> tuple[Any, Any]:
-        """Returns the indices of a block's first tile of groups and first tile of the shared expert.
+        """Returns the indices of the first tile of groups and of the first tile of the shared expert of a block.
 
-        At these indices, the tiles of the preceding block end.
-
-        The tiles of the shared expert are divided evenly among the blocks. The tiles of groups, which have fewer bits,
-        are divided so that all blocks read about the same number of bytes.
+        A block's tiles end where the tiles of the next block begin. The tiles of the shared expert are divided evenly
+        among the blocks. The tiles of groups, which have fewer bits, are divided so that all blocks read about the same
+        number of bytes.
 
         Args:
           groups: number of groups.
@@ -289,8 +289,8 @@ class ExpertsProblem:
         shared_first = lax.div(worker * shared, workers)
         total = bits * tiles + shared_bits * shared
         routed_size = lax.div(worker * total, workers) - shared_bits * shared_first + bits // 2
-        # Bytes are balanced only if a block's share is at least one tile of the shared expert. With smaller shares, a
-        # block with such a tile would need a negative number of tiles of groups.
+        # Bytes are balanced only if a block's share is at least as large as a tile of the shared expert. With smaller
+        # shares, a block with a tile of the shared expert would need a negative number of tiles of groups.
         balanced = total >= shared_bits * workers
         routed_first = jnp.where(balanced, jnp.clip(lax.div(routed_size, bits), 0, tiles), even_first)
         return routed_first * together, shared_first
@@ -382,13 +382,19 @@ def _body(p, routing, inputs, weights, layer_gmem, *outs, tables_smem, factors_s
 
 
 def _wait_for_inputs(p, counts, i, group, tiles):
-    """Waits until all tiles of gate_up of a group are written, if map `i` is `DOWN` and this launch writes them."""
+    """Waits until all tiles of gate_up of a group are written, if map `i` is `DOWN` and this launch writes them.
+
+    `tiles` is (number of tiles of gate_up, number of tiles of down) of the group's expert.
+    """
     if i == DOWN and GATE_UP in p.maps:
         tile_counters.wait_for_tiles(counts, group, tiles[GATE_UP])
 
 
 def _signal_tile(p, counts, i, group, tile):
-    """Counts a written tile of map `i` in `tile_counters`, if blocks of this launch wait for the tile."""
+    """Counts a written tile of map `i` in `counts`, see `tile_counters`, if blocks of this launch wait for the tile.
+
+    `group` is the index of the tile's group, and `tile` the index of the tile among those of its expert.
+    """
     if len(p.maps) > 1 and (i == GATE_UP or p.shared):
         tile_counters.signal_tile(counts, group if i == GATE_UP else p.first_term + tile)
 
@@ -419,7 +425,7 @@ def _routed_product(p, i, block_tiles, tables, source_gmem, out_gmem, matrix):
         return tables_smem.at[pl.ds(group_of(n) * GROUP_WORDS + FIRST_PAIR, COLUMNS)]
 
     def rows_of(index):
-        """Returns the first weight row of each of the two halves of the block's tile with index `index * together`."""
+        """Returns the first weight rows of both halves of a tile, the block's tile with index `index * together`."""
         n = index * together
         expert = tables_smem[group_of(n) * GROUP_WORDS]
         tile = lax.rem(begin + n, tiles)

@@ -76,8 +76,9 @@ def grouped_experts(
 ) -> jax.Array:
     """Returns `down_e(w * silu(min(gate_e(x), limit)) * clip(up_e(x), -limit, limit))` for each token and expert.
 
-    The outputs of each linear map and the input of `down` are rounded to bfloat16. The order in which a sum's products
-    are added depends on the shapes and the storage of the weights alone.
+    Here, e is an expert of the token, and w the token's routing weight of e. The outputs of each linear map and the
+    input of `down` are rounded to bfloat16. The order in which a sum's products are added depends on the shapes and the
+    storage of the weights alone.
 
     Args:
       x: [T, D] bfloat16 activations.
@@ -130,7 +131,7 @@ class GroupedGemm:
 
     @property
     def tiles(self) -> int:
-        """The number of output tiles of a block of pairs. Such a block is up to `tile_pairs` pairs of an expert."""
+        """The number of output tiles along the output's columns, for each tile of pairs of `sort_by_expert`."""
         return -(-self.width // (self.channels * self.gemm.warpgroups))
 
 
@@ -165,7 +166,11 @@ def _body(p, count_gmem, blocks_gmem, table_gmem, x_gmem, codes_gmem, scales_gme
     first_expert = 0 if layer_gmem is None else layer_gmem[0] * p.experts
 
     def block_and_tile(n):
-        """Returns (index of the block of pairs, index of the tile in it) of this worker's n-th output tile."""
+        """Finds this worker's n-th output tile.
+
+        Returns:
+          (index of the tile of pairs in `blocks_gmem`, index of the output tile among those of this tile of pairs).
+        """
         tile = worker + n * workers
         block = lax.div(tile, p.tiles)
         return block, tile - block * p.tiles

@@ -47,9 +47,9 @@ def group_by_expert(
 
 @primitive
 def load_groups(table_gmem, first: jax.Array, groups_smem) -> None:
-    """Copies groups of the table, from index `first` on, to shared memory. One warpgroup calls this function.
+    """Copies n groups of the table, from group `first` on, to shared memory. One warpgroup calls this function.
 
-    `groups_smem` is [16 * n] int32 for n groups. Groups past the end of the table are unspecified.
+    `groups_smem` is [16 * n] int32. Groups past the end of the table are unspecified.
     """
     rows = jnp.minimum(first * GROUP_WORDS + lax.iota(jnp.int32, groups_smem.shape[0]), table_gmem.shape[0] - 1)
     groups_smem[...] = table_gmem[...][rows]

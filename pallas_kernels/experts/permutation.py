@@ -1,8 +1,8 @@
-"""Sorts (token, expert) pairs by expert, and lists output tiles of up to `size` pairs of one expert.
+"""Sorts (token, expert) pairs by expert, and divides the pairs of each expert into tiles of up to `size` pairs.
 
-One block of 1024 threads does a counting sort. Threads first count the pairs of each expert by atomics. Then each
-thread stands for one expert: prefix sums over the threads give the expert's first place and first tile. Finally,
-threads write the pairs to their places.
+One block of 1024 threads does a counting sort. First, threads count the pairs of each expert by atomics. Then each
+thread handles one expert: prefix sums over the threads give the expert's first place and first tile. Finally, threads
+write the pairs to their places.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
-MAX_EXPERTS = 1024  # number of threads; each thread stands for one expert
+MAX_EXPERTS = 1024  # maximum number of experts, and number of threads; each thread handles one expert
 WARPGROUPS = MAX_EXPERTS // mlir.THREADS
 # The first place of an expert's pairs is a multiple of this number, because bulk copies take whole tiles of 8 rows.
 ALIGNMENT = 8

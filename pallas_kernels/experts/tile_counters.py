@@ -55,7 +55,7 @@ def _(counts_gmem, group, tiles):
 def add_up_terms(
     total_gmem, terms_gmem, last_gmem, selected_gmem, counts_gmem, counter: int, worker, workers: int, experts: int
 ) -> None:
-    """Computes this block's part of the sums over each token's experts, once the terms are written.
+    """Computes this block's part of the sums over each token's experts, once the terms of the sums are written.
 
     The outputs of a token's pairs are added in order in float32, then the shared expert's output is added, and the sum
     is rounded. One warpgroup calls this function.

@@ -136,7 +136,10 @@ def _body(rank, maps_gmem, ups_gmem, numbers_gmem, scales_gmem, layer_gmem, *out
 
 
 def _add(rank, numbers_gmem, scales_gmem, scratch, refs, block):
-    """Adds the products to a block's channels of a map. `block` is the index of the block among those of this map."""
+    """Computes a block's channels of one map: the map's output plus the products of the adapters.
+
+    `refs` are the references (y, inner, up, out) of the map. `block` is the index of the block among those of the map.
+    """
     y_gmem, inner_gmem, up_gmem, out_gmem = refs
     tokens, channels = y_gmem.shape
     width, depth = scratch.up_smem.shape

@@ -46,7 +46,7 @@ OTHER_BYTES = 2048  # bytes of shared memory that neither `SkinnyGemm.stages` no
 class Config:
     """The division of a launch's work among blocks. `SkinnyGemm` describes `segments`, `places` and `max_stages`."""
 
-    tokens: int = COLUMNS  # number of inputs of a launch, a multiple of 8; more tokens take several launches
+    tokens: int = COLUMNS  # largest number of tokens of a launch, a multiple of 8; more tokens take several launches
     splits: int = 1  # number of blocks of a cluster, which split the columns of a tile
     workers: int = MULTIPROCESSORS  # number of clusters
     segments: int = 1
@@ -57,7 +57,7 @@ class Config:
     def choose(cls, p: "QuantizedLinearProblem", *, interpret: bool) -> "Config | None":
         """Chooses the division of the work, with stages as large as possible.
 
-        `splits` does not depend on the number of tokens, because it decides the order in which products are added. It
+        `splits` decides the order in which products are added, so it does not depend on the number of tokens. The value
         is the smallest element of `SPLITS` that meets these conditions:
 
           1. Each block gets a multiple of `min_columns` columns.
@@ -92,8 +92,9 @@ class Config:
 def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
     """Yields the configs with which at least `MIN_STAGES` stages fit into shared memory.
 
-    Configs in which each warpgroup has a place for its partial sums come first. Then come configs in which all
-    warpgroups add to one place. Both kinds are ordered from large stages to small stages.
+    All configs have the given `tokens`, `splits` and `workers`. Configs in which each warpgroup has a place for its
+    partial sums come first. Then come configs in which all warpgroups add to one place. Both kinds are ordered from
+    large stages to small stages.
     """
     matrices = tuple((layout, p.depth // splits) for layout, _ in p.matrices)
     fewest = max(layout.min_segments for layout, _ in matrices)
@@ -107,12 +108,12 @@ def _configs_with_room(p, tokens, splits, workers) -> Iterator[Config]:
 
 
 def min_columns(matrices: tuple[tuple[WeightLayout, int], ...]) -> int:
-    """Returns the smallest number of columns that a block can multiply: one smallest step for each of four warpgroups.
+    """Returns the smallest number of columns that a block can multiply.
 
-    With FP8 in blocks of 32 x 32 values, a single step is enough. All matrices have the same number of columns.
+    This is one smallest step for each of four warpgroups. With FP8 in blocks of 32 x 32 values, it is a single step.
 
     Args:
-      matrices: (layout, number that is not used) of each matrix.
+      matrices: a pair for each matrix, whose first element is the layout. The second element is not used.
     """
     layouts = [layout for layout, _ in matrices]
     step = max(layout.segment for layout in layouts) * max(layout.min_segments for layout in layouts)
@@ -138,7 +139,7 @@ def quantized_linear(
     Args:
       x: [T, num_groups * K] bfloat16 activations, T up to 32, or up to 16 with a norm.
       weights: matrices whose rows, one matrix after the other, form the weight. Each is [M, K] bfloat16, or a pair of
-        E4M3 codes [M, K] uint8 and E8M0 scales [M / scale_block, K / scale_block] uint8, rounded up, one for each block
+        E4M3 codes [M, K] uint8 and E8M0 scales [ceil(M / scale_block), ceil(K / scale_block)] uint8, one for each block
         of codes. K is a multiple of 256, or of 64 if all matrices have codes and `scale_block` is 32. If there are both
         codes and bfloat16 weights, K is a multiple of 512, or of 128 if `scale_block` is 32.
       norm: [K] float32 weight of an RMS norm, or None. If given, each row of x is normalized and rounded first, and
@@ -365,9 +366,10 @@ def _product(p, weight, matrix_tiles, block_tiles, split, load_inputs, finish):
 
 
 def _store(p, outs_gmem, tile, sums):
-    """Writes a tile of 64 rows of the product to the output that contains these rows; with a limit, writes its SwiGLU.
+    """Writes a tile of 64 rows of the product to the output that contains these rows.
 
-    `sums` [64, tokens] float32 are 2**-32 times the tile.
+    With a limit, writes SwiGLU of the tile's 32 gate rows and 32 up rows instead. `sums` [64, tokens] float32 are
+    2**-32 times the tile.
     """
     if p.limit is not None:
         epilogue.store_few(outs_gmem[0], sums, tile, limit=p.limit)

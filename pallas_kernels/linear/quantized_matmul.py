@@ -86,15 +86,16 @@ def quantized_matmul(
       x: [T, num_groups * K] bfloat16 activations, T at least 1.
       codes: [num_groups * M, K] uint8 E4M3 codes of the weight. K is a multiple of 128, or if `scale_block` is 32, of
         64. If there are several groups, M is a multiple of 128.
-      scales: [num_groups * M / scale_block, K / scale_block] uint8, rounded up, E8M0 bits, one for each block of codes.
+      scales: [ceil(num_groups * M / scale_block), ceil(K / scale_block)] uint8 E8M0 scales, one for each block of
+        codes.
       layer: [] int32 index of this layer if codes and scales have a leading axis of layers, else None.
       spec, swiglu_limit, scale_block: see `quantized_linear`.
       config: the division of the launch's work; None to choose it.
       interpret: run on the CPU, interpreted, with the race detector on.
 
     Returns:
-      The outputs of `quantized_linear`. The order in which a sum's products are added depends on the weight's shape
-      alone.
+      The same outputs as `quantized_linear`. The order in which a sum's products are added depends on the weight's
+      shape alone.
 
     Raises:
       NotImplementedError: the kernel does not take these shapes or dtypes.

@@ -71,8 +71,8 @@ class SumExchange:
     def start(self, scratch: tuple[Any, Any], outs_gmem) -> "SumExchange":
         """Initializes the exchange within a kernel, and returns a copy of it that holds the kernel's references.
 
-        All warpgroups call `start`, then `barriers.wait_cluster` once. In the warpgroup that sends sums, `send` calls
-        `wait_cluster` before it sends the sums of tile 0.
+        All warpgroups call `start`, then `barriers.wait_cluster` once. For the warpgroup that sends sums, `send` makes
+        the call of `wait_cluster`, before it sends the sums of tile 0.
 
         Args:
           scratch: references to the scratch of `types`.

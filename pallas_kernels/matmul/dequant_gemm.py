@@ -75,8 +75,8 @@ class Operands(NamedTuple):
     #   * FP4 if one copy brings all scales of a tile: [matrices, lines, `WeightLayout.scale_line`].
     scales_gmem: Any
     locate: Callable[[jax.Array], OutputTile]  # maps the index of a tile of this block to its place
-    # (index of a tile of this block, sums) -> None. Each multiplying warpgroup calls it with sums [64, inputs] float32:
-    # 2**-32 times the sums of products of the warpgroup's 64 rows.
+    # Stores the sums of a tile. Each multiplying warpgroup calls it with the index of the tile among those of this
+    # block, and with sums [64, inputs] float32: 2**-32 times the sums of products of the warpgroup's 64 rows.
     finish: Callable[[jax.Array, jax.Array], None]
 
 
@@ -120,17 +120,19 @@ class DequantGemm:
     def step_bytes(self) -> int:
         """The number of bytes of each weight row that one step multiplies.
 
-        Steps of 128 bytes are whole lines of the L2 cache: FP4 took 6% less time with them than with steps of 64. FP4
-        has them if a tile has so few inputs that shared memory holds three stages: with two, launches took up to 31%
-        longer than with steps of 64. A row has a whole number of steps, so steps are shorter if the size of a row is
-        not a multiple of 128 or 64 bytes.
+        Steps have 128 bytes for bfloat16 and with `has_wide_steps`, otherwise 64. A row has a whole number of steps, so
+        steps are shorter if the size of a row is not a multiple of 128 or 64 bytes.
         """
         most = 128 if self.layout.bits == 16 or self.has_wide_steps else 64
         return math.gcd(most, self.depth * self.layout.bits // 8)
 
     @property
     def has_wide_steps(self) -> bool:
-        """Whether FP4 steps may have 128 bytes of each row."""
+        """Whether the weights are FP4 and three stages with steps of 128 bytes fit into shared memory.
+
+        Steps of 128 bytes are whole lines of the L2 cache. With three stages, FP4 took 6% less time with steps of 128
+        bytes than with steps of 64. With two stages, it took up to 31% longer.
+        """
         stage_bytes = 128 * self.rows + 2 * self.layout.columns(128) * self.inputs
         return self.layout.bits == 4 and 3 * stage_bytes <= self.free_bytes
 
@@ -290,7 +292,10 @@ def _load_step(gemm, operands, refs, n, place, codes_gmem, step):
 
 
 def _load_codes(codes_gmem, piece, codes_smem, full):
-    """Copies piece `piece` of a tile's codes [matrices, rows, all elements]. A piece is as wide as `codes_smem`."""
+    """Copies piece `piece` of a tile's codes [matrices, rows, elements] to `codes_smem`, which is as wide as a piece.
+
+    The copy arrives at the barrier `full`.
+    """
     elements = codes_smem.shape[2]
     plgpu.copy_gmem_to_smem(codes_gmem.at[:, :, pl.ds(piece * elements, elements)], codes_smem, full)
 
@@ -298,7 +303,7 @@ def _load_codes(codes_gmem, piece, codes_smem, full):
 def _load_scales(gemm, operands, refs, tile, number, step):
     """Copies the FP4 scales of the next `gemm.scale_steps` steps of a tile to shared memory, from step `step` on.
 
-    `tile` is the tile's place. `number` is the index of this copy among all copies of scales by this block.
+    `tile` is the `OutputTile`. `number` is the index of this copy among all copies of scales by this block.
     """
     slot = barriers.turn(refs.scales_full, number)
     barriers.wait_empty(refs.scales_empty, number)
@@ -364,7 +369,10 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
 
 
 def _fp8_scales(gemm, operands, tile, step, warpgroup):
-    """Returns the FP8 scales of a step as bytes of an int32, see `dequant_wgmma.multiply_tile`."""
+    """Returns the FP8 scales of step `step` of an `OutputTile` as bytes of an int32 scalar.
+
+    The order of the bytes is that of the argument `scale_at` of `dequant_wgmma.multiply_tile`.
+    """
     block = gemm.layout.block
     row = jnp.minimum(lax.div(tile.row, block), operands.scales_gmem.shape[1] - 1)
     column = lax.div(step * gemm.step_bytes, block)
@@ -375,7 +383,7 @@ def _fp8_scales(gemm, operands, tile, step, warpgroup):
 
 
 def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
-    """Does the work of `_fp8_scales` for blocks of 32 x 32 values. `column` is the index of the step's first block."""
+    """Returns the scales of `_fp8_scales` for blocks of 32 x 32 values. `column` is the index of the first block."""
     last_row = operands.scales_gmem.shape[1] - 1
     first_half = lax.div(tile.row, HALF)
     halves = [(tile.matrix, first_half + 2 * warpgroup), (tile.matrix, first_half + 2 * warpgroup + 1)]

@@ -1,7 +1,7 @@
 """The epilogues of `skinny_gemm` and `dequant_gemm`, which store a tile of sums [64 weight rows, N inputs] transposed.
 
 Each input gets a row of the output array. An epilogue first multiplies the sums by 2**32, because unpacked weights are
-2**-32 times their values (`quantized_weights.SHIFT`). If `limit` is given, the epilogue stores SwiGLU, with this
+2**-32 times the weights (`quantized_weights.SHIFT`). If `limit` is given, the epilogue stores SwiGLU, with this
 clipping limit, instead of the sums. A thread then holds the sums of a channel's gate row and up row, see
 `quantized_weights.interleave_halves`. For many inputs a warpgroup transposes bfloat16 values in shared memory, so that
 it writes long pieces of rows.
@@ -61,7 +61,8 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     gated = limit is not None
     thread = mlir.thread()
     channel = tile * (HALF if gated else ROWS)
-    channel_in_tile = (thread >> 5) * (8 if gated else 16) + ((thread % 32) >> 2)  # of the thread's first weight row
+    # The index in the tile of the channel to which the thread's first weight row belongs.
+    channel_in_tile = (thread >> 5) * (8 if gated else 16) + ((thread % 32) >> 2)
     count, width = out_gmem.type.shape
     values = mlir.values(sums)
 
@@ -77,8 +78,8 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
         yield value
 
     # A thread holds sums of weight rows r and r + 8 of its warp's 16: two products 8 channels apart, or with SwiGLU the
-    # gate's and the up projection's product of one channel. Four sums are those of two adjacent inputs: row r of both
-    # inputs, then row r + 8 of both.
+    # gate's and the up projection's product of one channel. Four consecutive `values` belong to two adjacent inputs:
+    # row r of both inputs, then row r + 8 of both.
     for n in range(0, len(values), 4):
         for i in range(2):
             input_index = ((thread & 3) << 1) + (2 * n + i)
@@ -156,7 +157,10 @@ def _put_transposed(values, start, place):
 
 
 def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
-    """Writes SwiGLU of up to 32 inputs from `start` on, a line for each, to shared memory at address `place`."""
+    """Writes SwiGLU of up to 32 inputs from `start` on, a line for each, to shared memory at address `place`.
+
+    `inputs` is (first, end) and `weights` is `weights_gmem` of `store_many`.
+    """
     first_input, end = inputs
     f32 = mlir.f32_type()
     thread = mlir.thread()
@@ -217,7 +221,10 @@ def _store_lines(
 
 
 def _store_float32(out, values, column, first, end):
-    """Stores float32 sums of the inputs `first` .. `end` - 1; eight threads write 32 consecutive bytes."""
+    """Stores float32 products of the inputs `first` .. `end` - 1 to the 64 channels from `column` on.
+
+    Eight threads write 32 consecutive bytes.
+    """
     thread = mlir.thread()
     row = (thread >> 5) * 16 + ((thread % 32) >> 2)
     for n in range(0, 2 * len(values), 8):
@@ -247,8 +254,8 @@ def _element(ref, row, element, column=None):
 def _finished(sums, limit):
     """Returns the float32 values to store for sums [64, N]; for interpreted kernels.
 
-    Without a limit they are the products [N, 64]. With a limit they are SwiGLU [N, 32] of the products, which are
-    rounded to bfloat16 first.
+    Without a limit, these values are the products [N, 64]. With a limit, the products are rounded to bfloat16, and the
+    values are SwiGLU [N, 32] of the rounded products.
     """
     sums = sums * 2.0**SHIFT
     if limit is None:

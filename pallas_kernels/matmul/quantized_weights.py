@@ -2,7 +2,7 @@
 
 Kernels unpack FP8 and FP4 weights to bfloat16 numbers that are 2**-32 times the weights. These numbers are exact for
 E8M0 scales from 2**-85 to 2**33. The epilogues multiply sums by 2**32. bfloat16 weights are not unpacked. The GEMMs
-multiply their sums by 2**-32, so that the epilogues need not know how weights are stored.
+multiply the sums of bfloat16 weights by 2**-32, so that the epilogues need not know how weights are stored.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from pallas_kernels.mgpu.mlir import U32
 ROWS = 64  # number of rows of a tile
 HALF = ROWS // 2  # number of rows of each half of a tile; the halves may lie apart in the matrix
 SEGMENT = 64  # number of bytes of a row that four threads share
-SHIFT = 32  # unpacked weights are 2**-SHIFT times their values
+SHIFT = 32  # unpacked FP8 and FP4 weights are 2**-SHIFT times the weights
 SCALED = 128  # number of columns and number of rows of an FP8 block with one scale in V4
 # The minimum size of a bulk copy, in bytes. A scale is a byte, so a copy brings 16 FP4 scales of each row if rows have
 # a multiple of 16 scales. If rows have 8 scales, a copy brings the 16 scales of two rows at a time. For other numbers
@@ -49,7 +49,7 @@ class WeightLayout:
         return self.bits == 4 and scales != SCALE_BYTES // 2 and scales % SCALE_BYTES > 0
 
     def scale_line(self, columns: int) -> int:
-        """Returns the number of scales in a line. Copies read FP4's scales from an array [lines, scales of a line].
+        """Returns the length of a line of the array [lines, scales of a line] from which copies read FP4's scales.
 
         Usually a line has the scales of one weight row, or of two rows with 8 scales each. If one copy brings all
         scales of a tile (`copies_all_scales`), a line has 64 or 128 scales, and need not begin with a weight row. With
@@ -66,7 +66,10 @@ class WeightLayout:
 
     @property
     def min_segments(self) -> int:
-        """The number of segments that are multiplied at a time: 1, or for bfloat16 2, as many columns as 1 of FP8."""
+        """The number of segments that are multiplied at a time: 2 for bfloat16, otherwise 1.
+
+        Two segments of bfloat16 have as many columns as one segment of FP8.
+        """
         return 2 if self.bits == 16 else 1
 
     @property

@@ -30,10 +30,10 @@ def max_groups(pairs: int, experts: int) -> int:
 
 
 def counts_size(groups: int, channels: int) -> int:
-    """Returns the number of int32 counters of the kernel `experts`, see `experts.tile_counters`.
+    """Returns the length of the array of counters of the kernel `experts`, see `experts.tile_counters`.
 
-    Entry 0 is the number of groups. One counter for each group follows, one for the shared expert, and one for each 64
-    output channels.
+    Entry 0 is the number of groups. Then come one counter for each of up to `groups` groups, one for the shared expert,
+    and one for each 64 of the `channels` output channels.
     """
     return 2 + groups + channels // ROWS
 
@@ -91,17 +91,18 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
     num_counts = counts_gmem.type.shape[0]
     padded = (scratch_smem.type.shape[0] - _WARPS) // (_WARPS + 1)
     ids = _Ids(ops.thread(), ops.lane(), ops.thread() >> 5)
-    # [warps, padded] number of each warp's pairs of each expert. `_fill_groups` replaces this number by the number of
-    # the expert's pairs in warps with lower indices.
+    # [warps, padded] number of each warp's pairs of each expert; `padded` is the number of experts, rounded up.
+    # `_fill_groups` replaces each number by the number of the expert's pairs in warps with lower indices.
     sizes = ops.shared(scratch_smem)
     first_groups = sizes + 4 * _WARPS * padded  # [padded] index of each expert's first group
-    sums = first_groups + 4 * padded  # [warps] number of groups of each warp's experts
+    sums = first_groups + 4 * padded  # [warps] scratch memory of `_start_groups`
     own_sizes = sizes + ((ids.warp * padded) << 2)
     ops.for_each(_WARPS * padded, lambda i: ops.store(sizes + (i << 2), 0), ids.thread)
     ops.for_each(num_counts, lambda i: ops.store_global(counts_gmem, i, 0), ids.thread)
     ops.for_each(table_words, lambda i: ops.store_global(table_gmem, i, 0xFFFFFFFF), ids.thread)
     mgpu.utils.warpgroup_barrier()
-    # In each turn, a thread ranks one pair, or none past the last pair. It keeps its pairs of all turns in registers.
+    # A thread ranks `turns` pairs, one after the other, and keeps the ranks in registers. Past the last pair, there is
+    # nothing to rank.
     turns = -(-pairs // mlir.THREADS)
     ranked = [_rank_pair(ids, selected_gmem, own_sizes, turn, turns, pairs, experts) for turn in range(turns)]
     mgpu.utils.warpgroup_barrier()
@@ -127,10 +128,18 @@ class _Ids(NamedTuple):
 
 
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
-    """Returns the rank of this thread's pair in turn `turn` among pairs of the same expert, and counts the pair.
+    """Ranks this thread's `turn`-th pair among the warp's pairs of the same expert, and counts the pair.
 
-    A warp ranks `turns * 32` consecutive pairs, 32 of them in each turn. Address `own_sizes` holds the counts, a word
-    for each expert: the number of the warp's pairs with this expert in earlier turns.
+    A warp ranks `turns * 32` consecutive pairs, 32 of them at a time.
+
+    Args:
+      ids: indices of the thread.
+      selected: reference [P] int32 in global memory, the expert of each pair.
+      own_sizes: address of the warp's counts, a word for each expert: the number of pairs that the warp has ranked.
+      turn: index of the pair among those of this thread, 0 .. turns - 1.
+      turns: number of pairs of a thread.
+      pairs: number of all pairs.
+      experts: number of experts.
 
     Returns:
       (pair, expert, rank, inside). `pair` is the index of the pair. `rank` is the number of the warp's earlier pairs of
@@ -151,7 +160,9 @@ def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
 
 
 def _fill_groups(ids, sizes, padded, i):
-    """Replaces each warp's number of pairs of an expert by the sum of this number over the warps with lower indices.
+    """Replaces the warps' counts of an expert's pairs by exclusive prefix sums, and returns the expert's group count.
+
+    The prefix sum of a warp is the number of the expert's pairs in the warps with lower indices.
 
     Args:
       ids: indices of the thread.

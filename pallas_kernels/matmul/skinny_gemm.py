@@ -68,15 +68,17 @@ class Product:
     # Maps the index of a tile to the first row index of each half. A half is 32 consecutive rows of the matrix. With
     # `whole_rows`, the halves are those of the first 64 rows.
     rows_of: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-    # Loads the inputs of a tile by `load(source, rows, divisor, column, norm, eps)`, or does nothing if the previous
-    # tile has the same inputs. It is called with the index of the tile and with `load`, whose arguments are those of
-    # `skinny_prologue.load_inputs`, but `column` counts from `first_column`. `eps` is the epsilon of the norm.
+    # Loads the inputs of a tile, or does nothing if the previous tile has the same inputs. It is called with the index
+    # of the tile and with a function `load(source, rows, divisor, column, norm, eps)` that loads inputs. The arguments
+    # of `load` are those of `skinny_prologue.load_inputs`, except that `column` counts from `first_column` and `eps` is
+    # the epsilon of the norm.
     load_inputs: Callable[[jax.Array, Callable[..., None]], None]
-    # (index of a tile, sums) -> None. The epilogue calls it with sums [64, tokens] float32: 2**-32 times the sums of
-    # products. With `whole_rows`, it is called for each quarter of a tile: quarter i of tile n has the index 4 * n + i.
+    # Stores the sums of a tile. The epilogue calls it with the index of the tile and with sums [64, tokens] float32,
+    # which are 2**-32 times the sums of products. With `whole_rows`, it is called for each quarter of a tile, 64 rows:
+    # quarter i of tile n has the index 4 * n + i.
     finish: Callable[[jax.Array, jax.Array], None]
-    # Whether tiles have 256 consecutive rows, of which warpgroups multiply 64 each. The matrix is in
-    # `SkinnyGemm.short_rows`.
+    # Whether tiles have 256 consecutive rows, of which each warpgroup multiplies 64. If so, `SkinnyGemm.short_rows`
+    # contains `depth`.
     whole_rows: bool = False
 
     @property
@@ -116,8 +118,8 @@ class SkinnyScratch(NamedTuple):
     # w + 1 waits there. With `takes_turns` the order changes from tile to tile, and a slot has four barriers: warpgroup
     # w waits at barrier w, which the preceding warpgroup in the order signals.
     turns: Any
-    # [slots, lines, ..] uint8, all FP4 scales of a tile in each slot, row after row. None unless there is a matrix with
-    # `WeightLayout.copies_all_scales`.
+    # [slots, lines, scales of a line] uint8, all FP4 scales of a tile in each slot, row after row. None if
+    # `WeightLayout.copies_all_scales` is False for all matrices.
     tile_scales_smem: Any
     tile_scales_empty: Any  # a barrier for each slot of `tile_scales_smem`
     tile_scales_full: Any  # a barrier for each slot of `tile_scales_smem`
@@ -148,7 +150,7 @@ class SkinnyGemm:
 
     @property
     def row_bytes(self) -> dict[tuple[jnp.dtype, int], int]:
-        """{(dtype, number of elements) of a row of a stage: number of bytes of the row}, for every kind of stage."""
+        """The number of bytes of a stage's row, for each (dtype, number of elements) that such a row can have."""
         columns = [(layout, self.segments * layout.segment) for layout, _ in self.matrices]
         columns += [(FP4, self.row_columns(depth)) for depth in self.short_rows]
         rows = [(layout.dtype, layout.elements(count)) for layout, count in columns]
@@ -179,7 +181,7 @@ class SkinnyGemm:
 
     @property
     def tile_scales(self) -> tuple[int, int, int]:
-        """The shape of `SkinnyScratch.tile_scales_smem`, or zeros if there is no such array."""
+        """The shape of `SkinnyScratch.tile_scales_smem`: (slots, lines, scales of a line). Zeros without this array."""
         tiles = [(layout, depth, ROWS) for layout, depth in self.matrices]
         tiles += [(FP4, depth, MULTIPLIERS * ROWS) for depth in self.short_rows]
         for layout, depth, rows in tiles:
@@ -234,7 +236,8 @@ class SkinnyGemm:
     def stages(self, other_bytes: int) -> int:
         """Returns the number of stages that fit into shared memory beside `other_bytes` bytes of the caller's arrays.
 
-        The result is a multiple of the number of stages in four steps, so that a stage always has the same reader.
+        The result is a multiple of the number of stages in four steps, so that each stage of the ring is always read by
+        the same warpgroup.
         """
         used = other_bytes + 2 * self.depth * self.tokens + 4 * self.slots * self.places * ROWS * self.tokens
         used += math.prod(self.tile_scales)
@@ -248,8 +251,9 @@ class SkinnyGemm:
         has_scales = self.has_stage_scales
         scale_slots = self.tile_scales[0]
         tile_barriers = functools.partial(plgpu.Barrier, num_barriers=scale_slots)
-        # Arrays of different kinds of rows share their memory; FP4 and FP8 even share one array. The interpreter gets
-        # separate arrays, because it reports writes to two arrays of a `RefUnion` as a race.
+        # Arrays of different kinds of rows share their memory. FP4 and FP8 even share an array if their rows have the
+        # same number of bytes. The interpreter gets separate arrays, because it reports writes to two arrays of a
+        # `RefUnion` as a race.
         codes = []
         for (dtype, elements), row_bytes in self.row_bytes.items():
             transforms = self.stage_format(self.matrices[0][0]).transforms(elements)
@@ -378,7 +382,7 @@ def _copy_tile_scales(product, refs, tile, row):
 
     Args:
       product: the product.
-      refs: `SkinnyScratch` of references.
+      refs: references to the shared memory and the barriers.
       tile: index of the tile in the product.
       row: index of the tile's first weight row in the matrix.
     """
@@ -443,7 +447,10 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns two indices of the warpgroup's i-th stage: among the stages of the tile, and among those of a row."""
+        """Returns two indices of the warpgroup's i-th stage of a tile: among the stages of the tile, and of a row.
+
+        `first` is the index of the warpgroup's first step in the tile, from `self.first`.
+        """
         if self.product.whole_rows:
             return i * MULTIPLIERS + first, i
         per_step = self.gemm.stages_per_step

@@ -72,7 +72,7 @@ def load_scales(scales_gmem, rows: Sequence[jax.Array], first: jax.Array, step_s
       blocks of 32 columns, lane i holds the two blocks of the i-th segment of the warpgroup's steps. Bytes of blocks
       past the end are unspecified.
     """
-    pairs = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP  # index of each lane's two blocks
+    pairs = lax.iota(jnp.int32, mlir.THREADS) % mlir.WARP  # index of each lane's pair of blocks
     if step_segments:
         # Skips the steps of the other warpgroups.
         pairs += pairs // step_segments * ((MULTIPLIERS - 1) * step_segments)
@@ -109,7 +109,9 @@ def _emit_load_scales(scales_gmem, rows, first, step_segments=0):
 def multiply_add(
     acc: jax.Array, codes_smem, scales, inputs_smem, stage: jax.Array, stage_format: StageFormat
 ) -> jax.Array:
-    """Returns acc + weights @ inputs over the columns of a stage. With FP8 and FP4 weights, sums are scaled by 2**-32.
+    """Returns acc + weights @ inputs.T over the columns of a stage.
+
+    Products of FP8 and FP4 weights are scaled by 2**-32.
 
     Args:
       acc: [64, N] float32 sums to add to, for N inputs.
@@ -173,8 +175,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
         line = (thread % 32) >> 2  # index of this group of four threads in the warp
         # `first_row` is the address of the bytes that this thread reads in row 0 of the stage.
         if layout.bits == 16:
-            # As in FP8's order, each of four threads reads 16 consecutive columns, 32 bytes. Two of them read the last
-            # 16 bytes first, so that the four threads read from different banks.
+            # Each of four threads reads 16 consecutive columns, as for FP8. Here these are 32 bytes. Two of the threads
+            # read the last 16 bytes first, so that the four threads read from different banks.
             late = inner >> 1
             first_row = thread_ops.shared(codes) + late * SEGMENT + ((inner & 1) << 5)
             weights = functools.partial(_weights_bf16, late)
@@ -187,8 +189,8 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
                 factors = functools.partial(_factors_of_tile, stage_format.row_scales)
             factors = factors(scales, thread, stage, stage_units, gated)
             weights = functools.partial(_weights_fp, layout, factors)
-        # `rows` are the addresses of these bytes in the thread's two rows. If gated, the two rows are row i of the
-        # tile's first half and row i of its second half.
+        # `rows` are the addresses of the bytes that this thread reads in its two rows. If gated, the two rows are row i
+        # of the tile's first half and row i of its second half.
         if gated:
             row = first_row + (((thread >> 5) << 3) + line) * row_bytes
             rows = [row, row + HALF * row_bytes]
@@ -200,7 +202,10 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
         stage_inputs = thread_ops.shared(inputs) + ((thread % 32) << 4) + ((stage * stage_units) << 9)
 
         def add_segments(i, *sums):
-            """Adds the products of `together` segments. A loop calls it, since unrolled code is slower to fetch."""
+            """Adds the products of `together` segments, from segment `i * together` on, to the sums.
+
+            It is the body of a loop, because unrolled code is slower to fetch.
+            """
             segment = i * together
             segment_inputs = stage_inputs + segment * (segment_units << 9)
             return add_units(sums, segment_inputs, weights(segment, [row + segment * SEGMENT for row in rows]))
@@ -259,7 +264,7 @@ def _weights_fp(layout, factors, segment, places, half=False):
 
 
 def _weights_bf16(late, segment, places, half=False):
-    """Yields the two units of two segments as `_weights_fp` does; the second unit comes first if `late` is 1."""
+    """Yields units 0 and 1 of two segments of bfloat16 weights, like `_weights_fp`. If `late` is 1, unit 1 is first."""
     assert not half
     for unit in range(2):
         segment_unit = late ^ unit

@@ -151,7 +151,11 @@ def _emit_load_inputs(
         return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
     def copy(n, row, eight):
-        """Loads 8 columns, from `8 * eight` on, of row `row // divisor`. Returns a function that stores them."""
+        """Loads columns 8 * eight .. 8 * eight + 7 of input n from row `row // divisor`.
+
+        Returns:
+          A function without arguments that stores these columns in shared memory.
+        """
         source_eight = eight if eights == copied else eight.minimum(copied - 1)
         offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(source_eight << 4))
         four = _fetch(mlir.at(base, offset))
@@ -202,7 +206,7 @@ def _placed(eight, four, layout, stage_columns):
         unit = ((eight >> 4) << 2) + (eight & 3)
         inner = (eight >> 2) & 3
         if stage_columns % layout.segment:
-            # In the last half of a segment, a thread unpacks two consecutive groups of 8 columns.
+            # In the half segment at the end of a stage, a thread unpacks two consecutive groups of 8 columns.
             stage_eights = stage_columns // 8
             in_stage = eight % stage_eights
             is_half = in_stage >= stage_eights - 8

@@ -20,7 +20,9 @@ from pallas_kernels.runtime.launch import primitive
 
 @primitive
 def start_copy(target, source, row: jax.Array, column: jax.Array, *, below: int = 0, other=None) -> None:
-    """Starts to copy a piece of row `row + below` to shared memory. Each thread copies the values that it will read.
+    """Starts to copy columns of row `row + below` of `source` to `target` in shared memory.
+
+    Each thread copies the values that it will read.
 
     Args:
       target: [size] float32 in shared memory.

@@ -146,8 +146,8 @@ def ptx(
       results: an MLIR type, or a sequence of types.
       in_out: initial values of the first results, for instructions that read and write a register.
       pure: whether the results depend on the operands alone, so that compilers may move, merge and drop the code.
-      convergent: whether compilers have to keep the threads together that execute the code together, as a barrier or a
-        shuffle requires; None: True unless `pure`.
+      convergent: whether compilers must not move the code into a branch, as for a barrier or a shuffle, which threads
+        execute together; None: True unless `pure`.
 
     Returns:
       An MLIR value, or a list of values if `results` is a sequence.
@@ -226,7 +226,7 @@ def int_type(bits: int = 32):
 
 
 def vector_type(length: int, element):
-    """The type of a register of `length` values."""
+    """Returns the MLIR type of a register of `length` values of the MLIR type `element`."""
     return ir.VectorType.get((length,), element)
 
 

@@ -42,11 +42,11 @@ MAX_WORKERS = 8  # maximum number of worker processes; each takes 0.4 GB of memo
 
 
 def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Callable]:
-    """Returns a decorator for a kernel's public function, which a program then traces once per set of shapes.
+    """Returns a decorator that makes a program trace a kernel's public function only once per set of shapes.
 
     This saves time, because a model has dozens of layers, and lowering a kernel takes seconds. The lowered kernel is
-    also stored on disk. Under `jax.vmap` the kernel runs once for each element of the batch, one after another, because
-    a kernel with a batch axis gave wrong results on a GPU (attention of 32 requests).
+    also stored on disk, unless it is interpreted. Under `jax.vmap` the kernel runs once for each element of the batch,
+    one after another, because a kernel with a batch axis gave wrong results on a GPU (attention of 32 requests).
 
     Args:
       static: names of the static arguments; `interpret` is always static.
@@ -62,8 +62,8 @@ def cached_trace(*static: str, writes: bool = False) -> Callable[[Callable], Cal
                 on_arrays = functools.partial(_call, on_arrays, function, *_shapes((args, kwargs)))
             if not writes:
                 return jax.custom_batching.sequential_vmap(on_arrays)(*arrays)
-            # Without the barrier, XLA would fuse the call with a slice that makes an operand, and the call could not
-            # write this operand in place.
+            # If an operand is a slice of an array, XLA would fuse the slice with the call, and the call could not write
+            # the operand in place. The barrier prevents this fusion.
             return on_arrays(*jax.lax.optimization_barrier(arrays))
 
         return jax.jit(call, static_argnames=(*static, "interpret"))
@@ -128,8 +128,8 @@ mlir.register_lowering(_kernel_p, mlir.lower_fun(_run, multiple_results=True))
 def _build(path: Path, function: Callable, args, kwargs) -> Callable[[], export.Exported]:
     """Returns a function without arguments, `build`, that returns the lowered kernel.
 
-    If there are worker processes, one of them starts to lower the kernel now, and `build` waits for the result.
-    Otherwise the first call of `build` lowers the kernel.
+    If there are worker processes, one of them starts to lower the kernel now, a thread then compiles it, and `build`
+    waits for both. Otherwise the first call of `build` lowers the kernel.
     """
     lower = functools.partial(_lower, path, function.__module__, function.__qualname__, args, kwargs)
     executors = _executors()
@@ -182,8 +182,8 @@ def _compile(exported: export.Exported) -> None:
 def _executors() -> tuple[Executor, Executor] | None:
     """Returns (worker processes that lower kernels, threads that compile them).
 
-    Returns None if the GPU cannot run the kernels, if the GPU has fewer than `MULTIPROCESSORS` multiprocessors, or if
-    the machine has fewer than four CPU cores.
+    Returns None if the default device cannot run the kernels, if it has fewer than `MULTIPROCESSORS` multiprocessors,
+    or if the machine has fewer than four CPU cores.
     """
     count = min(MAX_WORKERS, loky.cpu_count() // 2)
     if count < 2 or why_no_mosaic_gpu() is not None or not runs_all_blocks_at_once():
