@@ -125,7 +125,8 @@ def _converted(
       tensors: the source's tensors by name.
       loss: record to which the loss of rounding is added.
     """
-    pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
+    # The number of new tensors for each old tensor; 1 if each old tensor is one new tensor or a part of one.
+    pieces = max(1, len(new.sources) // len(old.sources))
     for name in old.sources:
         tensor = tensors[name]
         if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:  # copied as it is

@@ -75,7 +75,8 @@ def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None
             collections.deque(run(functools.partial(_fill_block, check=check), blocks), maxlen=0)
 
 
-_Block = tuple[int, np.ndarray, np.ndarray | None]  # index of a piece, some of its rows, and the rows to write, if any
+# (Index of a piece, some of the piece's rows, array that these rows are copied to). None = they are only checked.
+_Block = tuple[int, np.ndarray, np.ndarray | None]
 
 
 def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Iterator[_Block]:

@@ -311,8 +311,8 @@ class DSV4Config:
         """Reads config.json with the fields of the release, with those of transformers 5, or with both if they agree.
 
         For DeepSeek-V4.1, the file may also be the configuration of the release's own inference code (in its folder
-        `inference`), which has no `model_type` and other names of fields. If it lacks `max_position_embeddings`, that
-        is the length to which YaRN extends the context, `original_seq_len * rope_factor`.
+        `inference`), which has no `model_type` and other names of fields. If that file lacks `max_position_embeddings`,
+        the field becomes `original_seq_len * rope_factor`, the length to which YaRN extends the context.
 
         Args:
           source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
@@ -322,7 +322,7 @@ class DSV4Config:
 
         Raises:
           ValueError: the file is missing or not JSON; it describes another model; it lacks fields, which the message
-            names; two fields contradict each other; a value is impossible; or `mtp` is given for a model without draft
+            names; two fields contradict each other; a value is impossible; or `mtp` is True for a model without draft
             layers.
         """
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
@@ -406,7 +406,7 @@ class DSV4Config:
         return config.with_dspark(256, n_routed_experts=128, num_experts_per_tok=3) if mtp else config
 
 
-# Pairs of fields, of which the first is at most the second.
+# Pairs of fields. The value of the first must not exceed that of the second.
 _LIMITS = (
     ("qk_rope_head_dim", "head_dim"),
     ("qk_rope_head_dim", "index_head_dim"),

@@ -133,8 +133,9 @@ class EarlierTokens:
     def fill(self, batch: Batch, lengths: Int[Array, "slots"]) -> Batch:
         """Returns the batch with the earlier step's tokens filled in.
 
-        When the host prepared the batch, it did not know how many drafts the earlier step accepted. So the positions of
-        the filled-in tokens are set, too: they continue from the request's length in `lengths`.
+        If the earlier step made drafts, the positions of the filled-in tokens are set, too. The host could not set them
+        in the batch, because it did not know how many drafts the earlier step accepts. They continue from the request's
+        length in `lengths`.
 
         Args:
           batch: the batch as the host prepared it.

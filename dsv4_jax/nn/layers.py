@@ -117,7 +117,7 @@ def multiply(
     x = norm(x) if norm else x
 
     def on_cpu(x, weights):
-        """Computes the outputs of dtype float32 from inputs and weights in float32, and the others as they are."""
+        """Computes outputs of dtype float32 from x and weights converted to float32, and other outputs unconverted."""
         wide_spec = dataclasses.replace(spec, output_dtype=jnp.float32)
         wide_outputs = linear(x.astype(jnp.float32), weights, wide_spec, implementation="xla")
         if all(dtype == jnp.float32 for dtype in dtypes):
