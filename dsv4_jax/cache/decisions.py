@@ -77,7 +77,7 @@ class Decisions(Summarized):
 
         def pad(*arrays: np.ndarray) -> np.ndarray:
             """Returns the sequences' arrays of one field as one array."""
-            dtype = np.result_type(*arrays)  # the codes' dtypes differ if the engines' `max_context` do
+            dtype = np.result_type(*arrays)  # engines with different `max_context` record codes of different dtypes
             result = np.zeros((len(arrays), length, *arrays[0].shape[1:]), dtype)
             for row, array in zip(result, arrays, strict=True):
                 row[: len(array)] = array[:length]

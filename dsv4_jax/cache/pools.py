@@ -212,7 +212,7 @@ class KVCache(Summarized):
         slots = self.block_table.shape[0]
 
         def past_end(index, keep):
-            """Replaces indices that are negative or not kept by `slots`, to which `mode="drop"` writes nothing."""
+            """Returns the indices, with `slots` (nothing is written there) for those that are negative or not kept."""
             return jnp.where(keep & (index >= 0), index, slots)
 
         reset = past_end(batch.reset_slots, True)

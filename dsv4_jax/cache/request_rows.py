@@ -7,7 +7,7 @@ tokens has these live rows, up to position `length - 1`:
   * window rows from position `min_length - window` on,
   * with drafts, residual streams from position `min_length - 1` on,
   * with Engram, compressed token ids from position `min_length - (max_ngram_size - 1)` on,
-  * compressor rows from position `min_length // rate * rate` on, where the first incomplete window begins,
+  * compressor rows from position `min_length // rate * rate` on, where the window that is open at `min_length` begins,
   * if entries overlap, the first half of the channels of the preceding `rate` compressor rows, which the next entry
     pools (docs/dsv4.md, 3.1).
 

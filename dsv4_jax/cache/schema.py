@@ -253,7 +253,8 @@ class CacheSchema:
         struct = jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
-        # A copy of a request may run the newest token again, so this token must not overwrite a row that it reads.
+        # A copy of a request may run the newest token again. The ring has a row for it besides the rows that it reads,
+        # so that it overwrites none of them.
         ngram_ring = self.ngram_context + self.max_query_tokens
         return {
             "swa": _prepend(self.window_codec.struct, len(self.layers), slots, self.swa_ring),

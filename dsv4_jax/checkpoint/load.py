@@ -42,7 +42,7 @@ from dsv4_jax.parallel.mesh import check_mesh, check_shardable
 from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_struct
 
 
-_MAX_HOST_BYTES = 1 << 26  # maximum size of an array that is assembled from its weights on the host
+_MAX_HOST_BYTES = 1 << 26  # maximum number of bytes of an array that is assembled on the host
 
 
 def load_checkpoint(

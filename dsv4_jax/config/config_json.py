@@ -88,7 +88,7 @@ _IRRELEVANT = frozenset((
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "temperature", "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
-# Fields that are read if they are there, in addition to the required fields and the fields of `_FIXED`.
+# Fields that are read if the file has them, in addition to the required fields and the fields of `_FIXED`.
 _READ_APART = frozenset((
     "model_type", "bos_token_id", "eos_token_id", "image_token_id", "num_nextn_predict_layers", "quantization_config",
     "tie_word_embeddings",

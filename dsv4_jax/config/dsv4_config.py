@@ -145,7 +145,8 @@ class DSV4Config:
         check_whole("candidate_topk_blocks", blocks, least, MAX_ROWS)
         check_whole("candidate_block_size", size, least, MAX_ROWS)
         for spec in self.specs:
-            # The newest block is always a candidate, and may hold one visible entry only.
+            # The candidate blocks must hold at least `topk` visible entries. The newest block is always one of them,
+            # and may hold a single visible entry.
             if spec.candidates is not None and (blocks - 1) * size + 1 < self.topk(spec.layer):
                 raise ValueError(
                     f"candidate_topk_blocks={blocks} and candidate_block_size={size} leave too few entries: "

@@ -72,7 +72,7 @@ class ExpertMigration:
 
     Attributes:
       policy: the rule that proposes swaps.
-      history: counts that fade slowly, for the placement of the next process.
+      history: a policy with slowly decaying counts, which the next process chooses its first placement by.
       metrics: the counters.
       interval: minimum number of steps between two readings of the counts.
       remap_share: maximum fraction of the time for which moves keep the GPU idle.

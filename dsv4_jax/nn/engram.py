@@ -121,8 +121,8 @@ def look_up_ahead(
       device's channels only.
     """
     looked_up = {}
-    # The last layer's look-up starts first. If two look-ups overlap, one then lies within the other. XLA records such a
-    # step as few CUDA graphs. Where look-ups overlap only in part, XLA would divide a graph.
+    # The last layer's look-up starts first. If two look-ups run at the same time, the one that starts later then also
+    # ends earlier. XLA records such a step as few CUDA graphs. In the other order, it would divide a graph.
     for layer in sorted(modules, reverse=True):
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)

@@ -21,7 +21,7 @@ Axes = tuple[str | None, ...]
 
 
 class AbstractRngs(nnx.Rngs):
-    """An argument `rngs` with which parameters are `jax.ShapeDtypeStruct` objects; faster than `nnx.eval_shape`."""
+    """A value for `rngs` that makes parameters `jax.ShapeDtypeStruct` objects; faster than `nnx.eval_shape`."""
 
     def __init__(self):
         """Makes an object without random streams."""
@@ -31,7 +31,7 @@ ABSTRACT = AbstractRngs()
 
 
 class StackedRngs:
-    """An argument `rngs` with which parameters are stacked over equal layers on an additional first axis, "layers"."""
+    """A value for `rngs` that makes parameters of equal layers, stacked on an additional first axis, "layers"."""
 
     def __init__(self, rngs: nnx.Rngs, layers: int):
         self.rngs = rngs
