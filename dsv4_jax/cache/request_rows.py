@@ -65,9 +65,12 @@ def read_request(
       length: scalar, number of tokens up to which rows are read.
       min_length: scalar, the shortest length that the request may be rewound to.
       boundary: whether `length` equals `min_length` and is a multiple of every compression rate (static). Then only
-        these rows are live and read: the newest window, the newest token's streams, the ids of the newest
-        `max_ngram_size - 1` tokens and, if entries overlap, the first half of the channels of the newest
-        `compress_rate` compressor rows.
+        these rows are live and read:
+
+        * the window rows of the newest window,
+        * the newest token's streams,
+        * the compressed ids of the newest `max_ngram_size - 1` tokens,
+        * if entries overlap, the first half of the channels of the newest `compress_rate` compressor rows.
 
     Returns:
       RequestRows with the rows that a step reads and `max_query_tokens - 1` earlier ones. A row that is not live is
