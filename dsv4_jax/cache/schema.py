@@ -109,7 +109,7 @@ class CacheSchema:
       dtype: dtype of the model's activations. Rows in the format "plain" and all dequantized rows have it.
       max_query_tokens: largest number of tokens of a request in a decode step. A request can be rewound by at most
         `max_query_tokens - 1` tokens.
-      context_parallel: whether blocks are sharded over the mesh axis "model" (context parallelism) or replicated.
+      context_parallel: whether blocks are sharded along the mesh axis "model" (context parallelism), or replicated.
 
     Raises:
       TypeError: a size is not a whole number.

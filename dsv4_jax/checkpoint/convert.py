@@ -45,8 +45,8 @@ def convert_checkpoint(
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
     FP8 and FP4 weights that keep their format are copied byte for byte. If they become bfloat16 or float32, each value
-    stays exact. All other weights are rounded as `save_release` rounds them. One tensor at a time is in memory. Tensors
-    for images are left out; the log says so.
+    stays exact. All other weights are rounded as `save_release` rounds them. One tensor at a time is in memory. The
+    tensors of V4.1's image encoder are left out; the log says so.
 
     Draft layers are converted too. Copies of the embedding and the head among their tensors are left out, because draft
     layers share these weights with the model. Small files of the source folder that are not about weights, such as

@@ -14,7 +14,7 @@ HCA = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, CSA, HCA)
 
 OWN = -1  # stands for the layer's own number
-MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model
+MAX_ROWS = 2**20  # maximum of rates, window sizes, top-k and the like; far beyond any model
 # Fields of `LayerSpec` that hold the number of a layer.
 _SOURCES = ("selection", "candidates")
 # {field of `LayerSpec`: its minimum}.
