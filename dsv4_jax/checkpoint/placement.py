@@ -80,9 +80,12 @@ _Block = tuple[int, np.ndarray, np.ndarray | None]
 
 
 def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Iterator[_Block]:
-    """Divides `values`, the piece with the index `number`, into blocks that one thread each copies and checks.
+    """Divides a piece into blocks of rows. One thread copies and checks a block.
 
-    If `target` is None, the threads copy nothing.
+    Args:
+      number: index of the piece.
+      values: the piece.
+      target: array in the shape of `values` that the blocks are copied to; None = they are only checked.
     """
     values = np.atleast_1d(values)
     target = None if target is None else np.atleast_1d(target)

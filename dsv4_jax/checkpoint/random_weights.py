@@ -165,7 +165,7 @@ def _repeat_on_host(host_tables, first_rows, table):
     count = first_rows.shape[-2]
 
     def repeat(start, values, shard):
-        """Writes `values` to the rows of a shard from `start` on, as far as it has so many."""
+        """Writes `values` to the rows of a shard from `start` on. Values past the shard's end are dropped."""
         part = shard[..., start : start + count, :]
         part[...] = values[..., : part.shape[-2], :]
 

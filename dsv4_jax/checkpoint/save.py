@@ -128,7 +128,7 @@ def write_checkpoint(
     content = json.dumps(config, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(content)
-    for name in (INDEX_NAME, SINGLE_NAME):  # an earlier checkpoint in this folder may have the other one of these files
+    for name in (INDEX_NAME, SINGLE_NAME):  # an earlier checkpoint in this folder may have left one of them
         (folder / name).unlink(missing_ok=True)
 
     shards: list[list[TensorHeader]] = [[]]

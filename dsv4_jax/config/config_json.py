@@ -163,7 +163,7 @@ def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns {name in the release's config.json: value} of a model's fields, with the fields of `text_config`.
+    """Returns {name in the release's config.json: value} of a model's fields, including those in `text_config`.
 
     Ignored fields are left out. For V4.1, the fields `vision_*` are ignored, too. If the configuration of V4.1's
     inference code has no `model_type`, the result has the `model_type` of V4.1. `eos_token_id` is a list or None.

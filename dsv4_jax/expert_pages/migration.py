@@ -72,7 +72,7 @@ class ExpertMigration:
 
     Attributes:
       policy: the rule that proposes swaps.
-      history: a policy with slowly decaying counts, which the next process chooses its first placement by.
+      history: a PlacementPolicy whose counts decay slowly. The next process places experts by these counts.
       metrics: the counters.
       interval: minimum number of steps between two readings of the counts.
       remap_share: maximum fraction of the time for which moves keep the GPU idle.
