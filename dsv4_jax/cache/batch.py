@@ -25,9 +25,9 @@ class Batch(Summarized):
     even with `mode="drop"` or "clip". Before you index with one of these arrays, replace -1 by 0 to read, or by the
     length of the axis to write nothing. For an example, see `dsv4_jax.decode.last_token_indices`.
 
-    A batch runs once, on a cache that has run the earlier batches of its requests. Otherwise the step raises
-    ValueError. A step can check this only if a manager made the batch, and a manager or a step of this package returned
-    the cache, see `dsv4_jax.host.step_order`.
+    A batch runs once, on a cache that has run the earlier batches of its requests. A step raises ValueError for any
+    other batch, provided that a manager made the batch, and a manager or a step of this package returned the cache (see
+    `dsv4_jax.host.step_order`).
 
     Attributes:
       token_ids: [T] int32, token ids; 0 for padding.

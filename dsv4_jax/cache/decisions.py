@@ -53,7 +53,7 @@ class Decisions(Summarized):
         for name, struct in decision_types(config, max_context).items():
             items = [(layers, values[name]) for layers, values in recorded if name in values and name in names]
             if items:
-                # The recorded values are in the order of the loops. `order` sorts them by layer.
+                # The recorded values are in the order of the loops over layers. `order` sorts them by layer index.
                 order = np.argsort([*itertools.chain.from_iterable(layers for layers, _ in items)])
                 ids = [_widened(values, struct.shape[-1]) for _, values in items]
                 codes = encode_ids(jnp.concatenate(ids), struct.dtype)
@@ -62,12 +62,12 @@ class Decisions(Summarized):
 
     @classmethod
     def padded(cls, sequences: Sequence["Decisions"], length: int) -> "Decisions":
-        """Returns the decisions [S, length, ...] of S sequences of [n, ...] each, as NumPy arrays padded with zeros.
+        """Stacks the decisions of S sequences to NumPy arrays [S, length, ...], padded with zeros.
 
         Args:
-          sequences: such as `Request.decisions` of each request, all of one model. A sequence may be longer than
-            `length`; the rest is left out.
-          length: number of tokens of the padded sequences.
+          sequences: S Decisions [n, ...] of one model, where n may differ between sequences, such as the
+            `Request.decisions` of S requests. Tokens from index `length` on are left out.
+          length: number of tokens of each padded sequence.
 
         Raises:
           ValueError: a sequence is None, as `Request.decisions` is in an engine that records nothing.
@@ -77,7 +77,7 @@ class Decisions(Summarized):
 
         def pad(*arrays: np.ndarray) -> np.ndarray:
             """Returns the sequences' arrays of one field as one array."""
-            dtype = np.result_type(*arrays)  # the codes' dtypes differ if the engines' `max_context` do
+            dtype = np.result_type(*arrays)  # engines with different `max_context` record codes of different dtypes
             result = np.zeros((len(arrays), length, *arrays[0].shape[1:]), dtype)
             for row, array in zip(result, arrays, strict=True):
                 row[: len(array)] = array[:length]
@@ -107,14 +107,15 @@ class Decisions(Summarized):
 
 
 def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {field of `Decisions`: shape without the axis of tokens, and the smallest dtype for its codes}.
-
-    One array of each of these types holds the decisions of one token. If no layer of the model selects entries, the
-    result has no "selection".
+    """Returns the shape and dtype of the arrays that hold the decisions of one token.
 
     Args:
       config: the model's configuration.
       max_context: maximum number of tokens of a request, which bounds the number of entries.
+
+    Returns:
+      {field of `Decisions`: ShapeDtypeStruct}, where the dtype is the smallest one for the field's codes. "selection"
+      is left out if no layer of the model selects entries.
     """
     layers = config.layers[: config.num_hidden_layers]
     experts, k = config.layer_experts(0)

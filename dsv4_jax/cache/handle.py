@@ -501,7 +501,7 @@ class LayerCacheHandle(Summarized):
             raise ValueError(f"this needs a layer that {what}; layer {self.spec.layer} does not: {self.spec}")
 
     def _check_shape(self, name, x, *dims, rows=None):
-        """Raises ValueError unless x is [T, *dims], or [rows, *dims]; None = any size."""
+        """Raises ValueError unless x is [T, *dims], or [rows, *dims] if `rows` is given. None in `dims` = any size."""
         expected = (len(self.batch.slots) if rows is None else rows, *dims)
         if x.ndim != len(expected) or any(n not in (None, m) for n, m in zip(expected, x.shape, strict=True)):
             sizes = ", ".join("any" if n is None else str(n) for n in expected)

@@ -42,7 +42,8 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
     index = tokens[:, None] - distance
     stored = take(cache.ngram_ids, 0, batch.slots[:, None], position % ring)[..., 0]
     ngrams = jnp.where(index >= start[:, None], take(ids, index), stored)
-    # An n-gram ends before the start of the request and before an image: all earlier ids become `pad_id`.
+    # Seen from its last token backwards, an n-gram stops at the start of the request or at an image: the ids from there
+    # on become `pad_id`.
     is_outside = (position < 0) | (ngrams == _IMAGE)
     ngrams = jnp.where(jax.lax.cummax(is_outside.astype(jnp.int32), axis=1) > 0, pad_id, ngrams)
     # The barrier orders the read above before the write below. Otherwise XLA copies the ring.

@@ -45,8 +45,9 @@ class KVCache(Summarized):
       schema: geometry of the cache (static).
       mailboxes: addresses of the buffers for all-reduce between GPUs (see `parallel.mailboxes`), or None. They are not
         part of the cache's contents.
-      expert_counts: [2, layers, E] int32, the number of tokens that selected each of E experts, and the number of steps
-        that read this expert, both since `with_expert_counts`. None if steps do not count.
+      expert_counts: [2, layers, E] int32 counts since `with_expert_counts` for each of E experts. Index 0 of axis 0 is
+        the number of tokens that selected the expert, index 1 the number of steps with such a token. None if steps do
+        not count.
     """
 
     groups: dict[str, PoolGroup]
@@ -211,7 +212,7 @@ class KVCache(Summarized):
         slots = self.block_table.shape[0]
 
         def past_end(index, keep):
-            """Replaces indices that are negative or not kept by one past the end, to which nothing is written."""
+            """Returns the indices, with `slots` (nothing is written there) for those that are negative or not kept."""
             return jnp.where(keep & (index >= 0), index, slots)
 
         reset = past_end(batch.reset_slots, True)

@@ -1,13 +1,13 @@
 """Jitted functions of fixed shapes that copy a request to another slot, read it out of the cache, and write it back.
 
 A row of the cache is live if a later step can read it. A request of `length` tokens that may be rewound to `min_length`
-has these live rows:
+tokens has these live rows, up to position `length - 1`:
 
-  * entries up to `length`,
-  * window rows from `min_length - window` on,
-  * with drafts, residual streams from `min_length - 1` on,
-  * with Engram, compressed token ids from `min_length - (max_ngram_size - 1)` on,
-  * compressor rows of each compression window that is open at `min_length`, from `min_length // rate * rate` on,
+  * all complete entries,
+  * window rows from position `min_length - window` on,
+  * with drafts, residual streams from position `min_length - 1` on,
+  * with Engram, compressed token ids from position `min_length - (max_ngram_size - 1)` on,
+  * compressor rows from position `min_length // rate * rate` on, where the window that is open at `min_length` begins,
   * if entries overlap, the first half of the channels of the preceding `rate` compressor rows, which the next entry
     pools (docs/dsv4.md, 3.1).
 
@@ -65,9 +65,12 @@ def read_request(
       length: scalar, number of tokens up to which rows are read.
       min_length: scalar, the shortest length that the request may be rewound to.
       boundary: whether `length` equals `min_length` and is a multiple of every compression rate (static). Then only
-        these rows are live and read: the newest window, the newest token's streams, the ids of the newest
-        `max_ngram_size - 1` tokens and, if entries overlap, the first half of the channels of the newest
-        `compress_rate` compressor rows.
+        these rows are live and read:
+
+        * the window rows of the newest window,
+        * the newest token's streams,
+        * the compressed ids of the newest `max_ngram_size - 1` tokens,
+        * if entries overlap, the first half of the channels of the newest `compress_rate` compressor rows.
 
     Returns:
       RequestRows with the rows that a step reads and `max_query_tokens - 1` earlier ones. A row that is not live is
@@ -182,7 +185,10 @@ def copy_request(
     block_axis = "context" if cache.schema.context_parallel else None
 
     def copy(pool, to, index, axis=None):
-        """Copies row `index` on axis 1 of a pool to row `to`; -1 = the row lies on another device."""
+        """Copies row `index` of a pool to row `to`, both on axis 1; -1 = this device does not hold the row.
+
+        `axis` is the logical axis along which devices exchange the row; None = both rows lie on the same device.
+        """
         row = jax.lax.dynamic_index_in_dim(pool, index, axis=1)
         row = all_reduce_bits(jnp.where(index >= 0, row, jnp.zeros((), row.dtype)), axis)
         row = jnp.where(to >= 0, row, jax.lax.dynamic_index_in_dim(pool, to, axis=1))

@@ -107,9 +107,9 @@ class CacheSchema:
       kv_format: byte format of the rows, a `KVFormat`. The argument may be its name: "v4", "v41", "per_entry" or
         "plain", see `quant.formats`. None = the format of the model's release, `config.kv_format`.
       dtype: dtype of the model's activations. Rows in the format "plain" and all dequantized rows have it.
-      max_query_tokens: largest number of tokens of a request in a decode step. A request can be rewound by one token
-        less than this.
-      context_parallel: whether blocks are sharded over the mesh axis "model" (context parallelism) or replicated.
+      max_query_tokens: largest number of tokens of a request in a decode step. A request can be rewound by at most
+        `max_query_tokens - 1` tokens.
+      context_parallel: whether blocks are sharded along the mesh axis "model" (context parallelism), or replicated.
 
     Raises:
       TypeError: a size is not a whole number.
@@ -253,7 +253,8 @@ class CacheSchema:
         struct = jax.ShapeDtypeStruct
         shape = (1, slots, self.max_query_tokens, config.hc_mult * config.hidden_size)
         keeps_streams = config.drafts is not None and config.drafts.keeps_streams
-        # A copy of a request may run the newest token again, so this token must not overwrite a row that it reads.
+        # A copy of a request may run the newest token again. The ring has a row for it besides the rows that it reads,
+        # so that it overwrites none of them.
         ngram_ring = self.ngram_context + self.max_query_tokens
         return {
             "swa": _prepend(self.window_codec.struct, len(self.layers), slots, self.swa_ring),
@@ -367,7 +368,10 @@ _CONFIG_FIELDS = (
 
 
 def _config_differences(mine, other, name):
-    """Returns text about how the configuration `other` differs from `mine` in what a cache depends on."""
+    """Returns text about how `other` differs from `mine` in the fields that a cache depends on; empty if it does not.
+
+    `name` is the name of `other` in the text.
+    """
     differences = _differences(mine, other, _CONFIG_FIELDS, name)
     if differences or mine.layers == other.layers:
         return differences

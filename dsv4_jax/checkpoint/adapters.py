@@ -139,7 +139,7 @@ def _places(model) -> dict[str, _Place]:
     for weight in weights(model.config, "module"):
         if weight.path in views and id(views[weight.path].variable) in variables:
             parent, _, name = weight.path.rpartition(".")
-            if name == "weight":  # of a `Linear`
+            if name == "weight":  # the matrix of a `Linear`
                 place = _Place(f"{parent}.adapters", parent.rpartition(".")[2], weight.source_shape)
             else:  # the matrix `weights.NAME` of a `FusedLinear`
                 place = _Place(f"{parent.removesuffix('weights')}adapters.{name}", name, weight.source_shape)

@@ -45,8 +45,8 @@ def convert_checkpoint(
     """Writes a checkpoint's weights to another folder, in another storage or naming.
 
     FP8 and FP4 weights that keep their format are copied byte for byte. If they become bfloat16 or float32, each value
-    stays exact. All other weights are rounded as `save_release` rounds them. One tensor at a time is in memory. Tensors
-    for images are left out; the log says so.
+    stays exact. All other weights are rounded as `save_release` rounds them. One tensor at a time is in memory. The
+    tensors of V4.1's image encoder are left out; the log says so.
 
     Draft layers are converted too. Copies of the embedding and the head among their tensors are left out, because draft
     layers share these weights with the model. Small files of the source folder that are not about weights, such as
@@ -125,7 +125,8 @@ def _converted(
       tensors: the source's tensors by name.
       loss: record to which the loss of rounding is added.
     """
-    pieces = max(1, len(new.sources) // len(old.sources))  # number of new tensors for each old one
+    # The number of new tensors for each old tensor; 1 if each old tensor is one new tensor or a part of one.
+    pieces = max(1, len(new.sources) // len(old.sources))
     for name in old.sources:
         tensor = tensors[name]
         if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:  # copied as it is

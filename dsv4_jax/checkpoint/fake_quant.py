@@ -60,7 +60,7 @@ def _as_stored(values: Array, dtype: str) -> Array:
         return values
 
     def rounded(still):
-        """Returns values without gradient as they are read back."""
+        """Rounds `still`, the values without gradient, to the values that are read back."""
         if is_quantized_kind(dtype):
             return QuantizedWeight.encode(still, dtype)[...]
         return round_to(round_to(still, jnp.bfloat16), values.dtype)

@@ -62,8 +62,8 @@ _DRAFT_OUTPUTS = (
     ("confidence_head.proj.weight", "confidence_head.proj.weight", "BF16"),
 )
 # This table has a row for each parameter of a layer. Our paths begin with `model.layers.N.` or `drafts.layers.N.`, the
-# release's names with `layers.N.` or `mtp.N.`. A release name with {expert} stands for one tensor per expert, stacked
-# on axis 0 with {expert} outermost.
+# release's names with `layers.N.` or `mtp.N.`. A release name with {expert} stands for one tensor per expert. If a row
+# has two such names, the tensors' order is: both tensors of expert 0, both tensors of expert 1, and so on.
 _LAYER = (
     ("input_layernorm.weight", "attn_norm.weight", "BF16"),
     ("post_attention_layernorm.weight", "ffn_norm.weight", "BF16"),

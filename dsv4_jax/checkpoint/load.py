@@ -42,7 +42,7 @@ from dsv4_jax.parallel.mesh import check_mesh, check_shardable
 from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_struct
 
 
-_MAX_HOST_BYTES = 1 << 26  # maximum size of an array that is assembled from its weights on the host
+_MAX_HOST_BYTES = 1 << 26  # maximum number of bytes of an array that is assembled on the host
 
 
 def load_checkpoint(
@@ -228,7 +228,8 @@ class _Loader:
                 if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
                     return None
                 # Each piece has its own scales. If several pieces form one matrix, each must have whole blocks of rows.
-                # This is so for experts' matrices of gate and up, which have more pieces than there are experts.
+                # Several pieces form one matrix if the weight has more pieces than experts: one for the gate, one for
+                # the up projection.
                 if piece.shape[0] % BLOCKS[piece.dtype][0] and len(weight.sources) > weight.shape[0]:
                     return None
                 kinds.add(piece.dtype)

@@ -75,11 +75,18 @@ def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None
             collections.deque(run(functools.partial(_fill_block, check=check), blocks), maxlen=0)
 
 
-_Block = tuple[int, np.ndarray, np.ndarray | None]  # index of a piece, some of its rows, and the rows to write, if any
+# (Index of a piece, some of the piece's rows, array that these rows are copied to). None = they are only checked.
+_Block = tuple[int, np.ndarray, np.ndarray | None]
 
 
 def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Iterator[_Block]:
-    """Divides a piece into blocks, each for one thread to copy and check. With `target` None, nothing is copied."""
+    """Divides a piece into blocks of rows. One thread copies and checks a block.
+
+    Args:
+      number: index of the piece.
+      values: the piece.
+      target: array in the shape of `values` that the blocks are copied to; None = they are only checked.
+    """
     values = np.atleast_1d(values)
     target = None if target is None else np.atleast_1d(target)
     size = values.nbytes if target is None else target.nbytes
@@ -156,7 +163,7 @@ class Staging:
             # A single thread can be slower than the disk.
             run = pool.map if threads else map
             collections.deque(run(functools.partial(_fill_block, check=check), blocks()), maxlen=0)
-            # A single thread is also too slow for several devices.
+            # A single thread is too slow to feed several devices.
             puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))
         array = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
@@ -193,5 +200,5 @@ def _devices_by_shard(shape: tuple[int, ...], where: NamedSharding | None) -> di
 
 
 def _can_be_source(values: np.ndarray) -> bool:
-    """Returns whether `jax.device_put` can take an array as it is, and copies it also to a CPU device."""
+    """Returns whether `jax.device_put` can take an array as it is, and copies it even if the device is a CPU."""
     return values.flags.c_contiguous and values.ctypes.data % _ALIASED != 0

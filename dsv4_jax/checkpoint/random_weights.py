@@ -165,7 +165,7 @@ def _repeat_on_host(host_tables, first_rows, table):
     count = first_rows.shape[-2]
 
     def repeat(start, values, shard):
-        """Writes the first rows to the rows from `start` on of a shard."""
+        """Writes `values` to the rows of a shard from `start` on. Values past the shard's end are dropped."""
         part = shard[..., start : start + count, :]
         part[...] = values[..., : part.shape[-2], :]
 
@@ -366,7 +366,10 @@ def _scales(words, shape):
 
 
 def _codes(words, shape, scales, kind):
-    """Returns codes and scales without NaN. The values are about as large as the values of `_normal` with mean 0."""
+    """Returns codes of the given shape, and scales of the shape `scales`, without NaN.
+
+    The values are about as large as the values of `_normal` with mean 0.
+    """
     codes = _bytes(words, shape)
     if kind == "FP4":
         return codes, _scales(words, scales)

@@ -9,7 +9,13 @@ import numpy as np
 
 @dataclasses.dataclass
 class TensorLoss:
-    """The loss in one tensor: its number of values, and two sums of squares, of the differences and of the values."""
+    """The loss in one tensor.
+
+    Attributes:
+      num_values: number of values in the tensor.
+      differences: sum of the squared differences between values and stored values.
+      values: sum of the squared values, over those that were compared.
+    """
 
     num_values: int = 0
     differences: float = 0.0

@@ -68,10 +68,13 @@ def save_release(
       progress: whether to show a progress bar on standard error.
 
     Raises:
-      ValueError: `shard_bytes` is not positive; the model has adapters; a parameter is not finite; the model and the
-        release differ in parameters, for instance because of a module of your own; `weights` or `naming` is unknown,
-        or they exclude each other; or the release's config.json cannot express the layers, because hash-routed layers
-        follow other layers, or a layer's spec differs from that of layers with the same compression rate in a release.
+      ValueError: in one of these cases:
+
+        * `shard_bytes` is not positive, `weights` or `naming` is unknown, or the two exclude each other.
+        * The model has adapters, or a parameter is not finite.
+        * The model and the release differ in parameters, for instance because of a module of your own.
+        * The release's config.json cannot express the model, see `config_json.release_config`. For instance, a layer's
+          spec differs from that of layers with the same compression rate in a release.
     """
     if shard_bytes < 1:
         raise ValueError(f"{shard_bytes=} must be at least 1")
@@ -125,7 +128,7 @@ def write_checkpoint(
     content = json.dumps(config, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(content)
-    for name in (INDEX_NAME, SINGLE_NAME):  # of an earlier checkpoint, which may have had another number of files
+    for name in (INDEX_NAME, SINGLE_NAME):  # an earlier checkpoint in this folder may have left one of them
         (folder / name).unlink(missing_ok=True)
 
     shards: list[list[TensorHeader]] = [[]]

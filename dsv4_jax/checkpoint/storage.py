@@ -63,7 +63,8 @@ class QuantizedTensor:
 
     def count_nan(self, codes: np.ndarray) -> int:
         """Returns the number of NaN among some codes of this tensor, uint8."""
-        if self.dtype == "FP4" or not codes.size or np.max(codes & 0x7F) < 0x7F:  # ten times as fast as counting
+        # FP4 has no NaN. The test of the maximum is ten times as fast as counting.
+        if self.dtype == "FP4" or not codes.size or np.max(codes & 0x7F) < 0x7F:
             return 0
         return int(np.count_nonzero(codes & 0x7F == 0x7F))
 

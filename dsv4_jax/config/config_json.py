@@ -1,7 +1,8 @@
 """Reads config.json with the fields of the release or of transformers 5, and writes it with those of the release.
 
-A "spelling" is a field, or a field of a nested object, by which one of the formats states a fact. Several formats can
-occur in one file, if they agree. DeepSeek-V4.1 has a third format, that of the release's own inference code.
+DeepSeek-V4.1 has a third format, the configuration of the release's own inference code. A "spelling" of a fact is a
+field, perhaps of a nested object, that states this fact in one of the formats. A file may state a fact in several
+spellings if their values are equal.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ _ROPE_SPELLINGS = (
     ("qk_rope_head_dim", "partial_rotary_factor"), ("rope_scaling", "rope_parameters"),
     ("rope_theta", "rope_parameters"), ("compress_rope_theta", "rope_parameters"),
 )  # fmt: skip
-# {field of V4.1's config.json: the same fact in the release's inference code, if it has another name there}.
+# {field of V4.1's config.json: its name in the configuration of the release's inference code, where the names differ}.
 _INFERENCE_NAMES = {
     "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
     "qk_rope_head_dim": "rope_head_dim", "sliding_window": "window_size", "moe_intermediate_size": "moe_inter_dim",
@@ -58,7 +59,7 @@ _INFERENCE_NAMES = {
     "engram_pad_token_id": "engram_pad_id", "num_nextn_predict_layers": "n_mtp_layers",
     "dspark_num_experts_per_tok": "dspark_n_activated_experts",
 }  # fmt: skip
-# {field of `rope_scaling`: the same fact in the release's inference code}.
+# {field of `rope_scaling`: its name in the configuration of the release's inference code}.
 _INFERENCE_YARN = {
     "factor": "rope_factor", "original_max_position_embeddings": "original_seq_len", "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
@@ -87,7 +88,7 @@ _IRRELEVANT = frozenset((
     "output_router_logits", "pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "temperature", "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
-# Fields that are read if they are there, in addition to the required fields and the fields of `_FIXED`.
+# Fields that are read if the file has them, in addition to the required fields and the fields of `_FIXED`.
 _READ_APART = frozenset((
     "model_type", "bos_token_id", "eos_token_id", "image_token_id", "num_nextn_predict_layers", "quantization_config",
     "tie_word_embeddings",
@@ -162,7 +163,7 @@ def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a model without nesting, by their names in the release's config.json.
+    """Returns {name in the release's config.json: value} of a model's fields, including those in `text_config`.
 
     Ignored fields are left out. For V4.1, the fields `vision_*` are ignored, too. If the configuration of V4.1's
     inference code has no `model_type`, the result has the `model_type` of V4.1. `eos_token_id` is a list or None.
@@ -224,7 +225,7 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
     Raises:
       TypeError: a number is of another type.
       ValueError: the file describes another model, lacks fields, contradicts itself or has an impossible value; or
-        `mtp` is given for a model without draft layers.
+        `mtp` is True for a model without draft layers.
     """
     raw = _by_release_names(raw)
     is_v41 = raw["model_type"] == "deepseek_v41"
@@ -260,8 +261,8 @@ def read_fields(raw: dict[str, Any], *, mtp: bool) -> dict[str, Any]:
 def release_config(config: "DSV4Config") -> dict[str, Any]:
     """Returns the content of a config.json with the fields of the release.
 
-    Raises ValueError if these fields cannot express the model. Either it mixes traits of V4 and V4.1, or its layers
-    differ from the layers for which the fields stand. An example is a hash-routed layer behind a layer with a router.
+    Raises ValueError if these fields cannot express the model: it mixes traits of V4 and V4.1, or its layers are of a
+    kind or order that the fields cannot state. An example is a hash-routed layer behind a layer with a router.
     """
     traits = {name: getattr(config, name) for name in _TRAITS["deepseek_v4"]}
     model_type = next((name for name in _TRAITS if _TRAITS[name] == traits), None)
@@ -318,7 +319,7 @@ def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -
         not_compared: dict[str, Any] = {"group": expected.group, "index": expected.index} if spec.owner else {}
         is_same = dataclasses.replace(spec, window=None, index_topk=None, **not_compared) == expected
         # config.json states one window size and one top-k for all layers, so specs that are read from it have None for
-        # both. What `spec` has must be equal to these two numbers.
+        # both. The window size and top-k of this layer must be equal to these two numbers.
         sizes = (config.window(spec.layer), config.topk(spec.layer))
         if not is_same or sizes != (config.sliding_window, config.index_topk):
             raise ValueError(f"{_REFUSAL} layer {spec.layer}: {spec}")
@@ -379,8 +380,8 @@ def _dspark(raw: dict[str, Any], num_layers: int) -> DSparkConfig | None:
 
     Args:
       raw: content of config.json.
-      num_layers: number of draft layers according to `compress_ratios`, because `num_nextn_predict_layers` is 1 in the
-        releases of V4. 0 = as many draft layers as target layers.
+      num_layers: number of draft layers in `compress_ratios`; 0 = as many draft layers as target layers. The field
+        `num_nextn_predict_layers` does not tell their number, because it is 1 in all releases of V4.
     """
     fields = {key.removeprefix("dspark_"): value for key, value in raw.items() if key.startswith("dspark_")}
     if not fields:
@@ -394,7 +395,7 @@ def _dspark(raw: dict[str, Any], num_layers: int) -> DSparkConfig | None:
 
 
 def _ratios(raw: dict[str, Any], layers: int) -> list[int]:
-    """Returns the elements of `compress_ratios` of the model's layers, without those of draft layers."""
+    """Returns the elements of `compress_ratios` for the model's `layers` layers, without those for draft layers."""
     ratios = _integers("compress_ratios", raw["compress_ratios"])[:layers]
     check(len(ratios) == layers, f"compress_ratios has {len(ratios)} entries, but num_hidden_layers={layers}")
     return [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios)]

@@ -29,7 +29,7 @@ class MTPConfig:
     target_layer_ids = ()
 
     def spare_rows(self, drafts: int) -> int:
-        """Returns the number of positions after a request's last token whose window rows drafting writes."""
+        """Returns the number of window rows after a request's last token that are written to draft `drafts` tokens."""
         return max(drafts - 1, 0)
 
 
@@ -66,7 +66,7 @@ class DSparkConfig:
         return self.block_size
 
     def spare_rows(self, drafts: int) -> int:
-        """Returns the number of positions after a request's last token whose window rows drafting writes: a block."""
+        """Returns the number of window rows after a request's last token that drafting writes: always a block."""
         return self.block_size
 
     def check(self, num_hidden_layers: int, vocab_size: int) -> None:
@@ -85,11 +85,11 @@ class DSparkConfig:
 
 
 def check_min_confidence(min_confidence: float, layers: MTPConfig | DSparkConfig | None) -> None:
-    """Checks the minimum of a draft's estimated probability of being accepted. Drafts below it are not verified.
+    """Checks that a model's draft layers can take `min_confidence`, see `decode.drafts.DraftOptions`.
 
     Args:
-      min_confidence: the minimum; 0 = all drafts are verified.
-      layers: the model's draft layers; None without any.
+      min_confidence: minimum estimated probability that a draft is accepted; 0 = no minimum.
+      layers: description of the model's draft layers; None if it has none.
 
     Raises:
       ValueError: the value is not from 0 to 1, or it is above 0 and the draft layers estimate no probability.

@@ -145,7 +145,8 @@ class DSV4Config:
         check_whole("candidate_topk_blocks", blocks, least, MAX_ROWS)
         check_whole("candidate_block_size", size, least, MAX_ROWS)
         for spec in self.specs:
-            # The newest block is always a candidate, and may hold one visible entry only.
+            # The candidate blocks must hold at least `topk` visible entries. The newest block is always one of them,
+            # and may hold a single visible entry.
             if spec.candidates is not None and (blocks - 1) * size + 1 < self.topk(spec.layer):
                 raise ValueError(
                     f"candidate_topk_blocks={blocks} and candidate_block_size={size} leave too few entries: "
@@ -311,8 +312,8 @@ class DSV4Config:
         """Reads config.json with the fields of the release, with those of transformers 5, or with both if they agree.
 
         For DeepSeek-V4.1, the file may also be the configuration of the release's own inference code (in its folder
-        `inference`), which has no `model_type` and other names of fields. If it lacks `max_position_embeddings`, that
-        is the length to which YaRN extends the context, `original_seq_len * rope_factor`.
+        `inference`), which has no `model_type` and other names of fields. If that file lacks `max_position_embeddings`,
+        the field becomes `original_seq_len * rope_factor`, the length to which YaRN extends the context.
 
         Args:
           source: a folder that holds config.json, the file itself, a safetensors file beside it, or its parsed
@@ -322,7 +323,7 @@ class DSV4Config:
 
         Raises:
           ValueError: the file is missing or not JSON; it describes another model; it lacks fields, which the message
-            names; two fields contradict each other; a value is impossible; or `mtp` is given for a model without draft
+            names; two fields contradict each other; a value is impossible; or `mtp` is True for a model without draft
             layers.
         """
         content = source if isinstance(source, dict) else config_json.read_json(Path(source))
@@ -406,7 +407,7 @@ class DSV4Config:
         return config.with_dspark(256, n_routed_experts=128, num_experts_per_tok=3) if mtp else config
 
 
-# Pairs of fields, of which the first is at most the second.
+# Pairs of fields. The value of the first must not exceed that of the second.
 _LIMITS = (
     ("qk_rope_head_dim", "head_dim"),
     ("qk_rope_head_dim", "index_head_dim"),

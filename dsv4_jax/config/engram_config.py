@@ -9,8 +9,8 @@ from dsv4_jax.common.arguments import check, check_whole
 from dsv4_jax.config.layer_spec import check_layers
 
 
-# Hashes are reduced modulo primes by 32-bit arithmetic, a byte at a time, which needs primes below 2**24. The first
-# 4096 primes from `MAX_SIZE` on are below 2**24.
+# Maximum of `EngramConfig.vocab_size`. Hashes are reduced modulo primes by 32-bit arithmetic, a byte at a time, which
+# needs primes below 2**24. The first 4096 primes from `MAX_SIZE` on are below 2**24, and no model may use more.
 MAX_SIZE = 2**24 - 2**17
 
 
@@ -62,7 +62,7 @@ class EngramConfig:
         return tuple(tuple(primes[i : i + self.rows]) for i in range(0, len(primes), self.rows))
 
     def resized(self, layer_ids: Sequence[int], vocab_size: int) -> "EngramConfig":
-        """Returns the configuration with other layers or another `vocab_size`, and the sizes of tables that follow."""
+        """Returns the configuration with the given layers and `vocab_size`, and with the `num_embeddings` they need."""
         config = dataclasses.replace(self, layer_ids=tuple(layer_ids), vocab_size=vocab_size)
         return dataclasses.replace(config, num_embeddings=tuple(map(sum, config.primes)))
 

@@ -14,7 +14,7 @@ HCA = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, CSA, HCA)
 
 OWN = -1  # stands for the layer's own number
-MAX_ROWS = 2**20  # maximum of the fields of `_LEAST`, far beyond any model
+MAX_ROWS = 2**20  # maximum of rates, window sizes, top-k and the like; far beyond any model
 # Fields of `LayerSpec` that hold the number of a layer.
 _SOURCES = ("selection", "candidates")
 # {field of `LayerSpec`: its minimum}.
@@ -193,9 +193,12 @@ def shared_specs(
 
     Raises:
       TypeError: the number of a source is no integer.
-      ValueError: the number of a source is out of range, belongs to a layer with rate 0, or does not ascend.
-        `index_sources` lacks a KV source. `candidate_source` is no index source with rate 1. A layer has no KV source,
-        or one with another rate. The message calls the arguments by their names in config.json.
+      ValueError: in one of these cases, where the message calls the arguments by their names in config.json:
+
+        * The number of a source is out of range or belongs to a layer with rate 0, or the numbers do not ascend.
+        * `index_sources` lacks a KV source.
+        * `candidate_source` is not an index source with rate 1.
+        * A layer with a rate above 0 has no KV source, or a KV source with another rate.
     """
     _check_sources(rates, kv_sources, index_sources, candidate_source)
     specs: list[LayerSpec] = []

@@ -56,7 +56,7 @@ class RopeScaling:
         pairs = len(freqs)
 
         def pair_turning(turns: float) -> float:
-            """Returns the index, a fraction, of the pair that makes so many turns within the original context."""
+            """Returns the index, not rounded, of the pair that makes `turns` turns within the original context."""
             return pairs * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
 
         low = max(math.floor(pair_turning(self.beta_fast)), 0)

@@ -81,7 +81,7 @@ def logprobs(
     """
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
-    # The computation needs the vocabulary's size and negative numbers, which an unsigned type may not hold.
+    # The computation needs the vocabulary's size and negative numbers, which a small or unsigned type cannot hold.
     tokens, lengths = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
     adapter_names = getattr(_module(model), "adapter_names", ())
     if adapters is None and adapter_names:

@@ -62,11 +62,11 @@ class LogitsProcessor:
         return jax.tree.map(np.array, state)
 
     def updated(self, tokens: Int[Array, "slots r"], is_new: Bool[Array, "slots r"]) -> "LogitsProcessor":
-        """Returns the processor with states that also count each slot's new tokens.
+        """Returns the processor after calls of `update` with each slot's new tokens.
 
         Args:
-          tokens: [slots, r] tokens of each slot, in order.
-          is_new: [slots, r] whether the state of the slot counts the token.
+          tokens: [slots, r] int32 tokens of each slot, in order.
+          is_new: [slots, r] bool, whether the slot's state is updated with the token.
         """
         if self.update is None:
             return self

@@ -75,8 +75,12 @@ class Program:
 class ProgramTable:
     """The programs of one model that this process has compiled or loaded.
 
-    The key of a program is its function, the tree structure of the arguments other than the model, the shapes, dtypes
-    and shardings of their arrays, the static arguments, and the choice of `ops.use_implementation`.
+    The key of a program has these parts:
+
+    * its function and its static arguments,
+    * the tree structure of the arguments other than the model,
+    * the shapes, dtypes and shardings of these arguments' arrays,
+    * the choice of `ops.use_implementation`.
 
     Attributes:
       compilations: number of programs compiled or loaded.

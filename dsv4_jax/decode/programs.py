@@ -30,7 +30,7 @@ class CompiledModel:
     Attributes:
       arrays: the model's arrays, the leaves of `structure`.
       structure: the tree structure of the model.
-      expert_memory: the memory on GPU and host that holds the model's experts; None = the experts are among `arrays`.
+      expert_memory: the ExpertMemory that placed the model's experts; None = all experts lie on the devices.
     """
 
     def __init__(self, model: Any, expert_memory: ExpertMemory | None = None):

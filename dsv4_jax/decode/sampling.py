@@ -43,8 +43,8 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
-# The search for up to this number of likeliest tokens is unrolled. For more, it is a loop on the device, for which the
-# host waits in each step. OpenAI's API allows 20.
+# A search for up to this number of likeliest tokens is unrolled. A search for more is a loop on the device, for which
+# the host has to wait in each step. OpenAI's API allows 20.
 MAX_UNROLLED = 20
 
 
@@ -195,8 +195,8 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
             token = jnp.take_along_axis(logits, id, axis=-1), id
             return token, token
 
-        # Tokens are found one at a time, by an unrolled scan, so that this code can be in a CUDA graph. A sort or a
-        # loop could not, see `_keep_best`.
+        # Tokens are found one at a time, by a scan. If the scan is unrolled, this code can be in a CUDA graph. A sort
+        # or a loop could not, see `_keep_best`.
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
         shape = (logits.shape[0], 1)
         before_first = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)

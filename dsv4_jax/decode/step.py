@@ -133,8 +133,9 @@ class EarlierTokens:
     def fill(self, batch: Batch, lengths: Int[Array, "slots"]) -> Batch:
         """Returns the batch with the earlier step's tokens filled in.
 
-        When the host prepared the batch, it did not know how many drafts the earlier step accepted. So the positions of
-        the filled-in tokens are set, too: they continue from the request's length in `lengths`.
+        If the earlier step made drafts, the positions of the filled-in tokens are set, too: they continue from the
+        request's length in `lengths`. The host could not set these positions, because it did not know how many drafts
+        the earlier step accepts.
 
         Args:
           batch: the batch as the host prepared it.
@@ -373,8 +374,8 @@ def last_accepted(
 ) -> Int[Array, "slots"]:
     """Finds the last accepted token of each slot. Arguments are as for `accepted_lengths`.
 
-    A token that is not a draft is accepted. A draft is accepted if it and all earlier drafts of its request equal the
-    tokens drawn at their preceding entries.
+    A token that is not a draft is accepted. A draft is accepted if it equals the token drawn at the entry before it,
+    and all earlier drafts of its request are accepted.
 
     Returns:
       [num_slots] int32, the index in [0, n) of this token's entry of `logits_indices`; -1 = the slot has no entry.

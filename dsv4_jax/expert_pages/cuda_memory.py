@@ -144,7 +144,7 @@ class CudaMemory:
         self._run("cuCtxSynchronize")
 
     def _run(self, name: str, *args: Any) -> Any:
-        """Makes the GPU's context current for this thread during a call of the driver, see `_call`."""
+        """Calls a function of the driver like `_call`, with the GPU's context current for this thread meanwhile."""
         self._call("cuCtxPushCurrent", self._context)
         try:
             return self._call(name, *args)

@@ -144,8 +144,8 @@ class ExpertMemory:
           The stack, whose array has this shape. Write each layer before a program reads it.
 
         Raises:
-          ValueError: a layer is not among those of `plan`, the shape does not fit layers and experts, or an expert that
-            lies in host memory is not a whole number of pages.
+          ValueError: a layer is not among those of `plan`; the shape does not fit the numbers of layers and experts; or
+            an expert that lies in host memory is not a whole number of pages.
           MemoryError: the GPU or the host is out of memory.
         """
         assert self.memory is not None, "plan comes first"

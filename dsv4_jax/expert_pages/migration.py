@@ -21,7 +21,8 @@ from dsv4_jax.expert_pages.policy import PlacementPolicy
 from dsv4_jax.expert_pages.token_cost import BUS_RATE
 
 
-# Between two steps, at most this time counts as time of steps. The rest is a pause without requests.
+# Of the time between the launches of two steps, at most this much counts as time of steps. The rest counts as a pause
+# without requests.
 _MAX_STEP_SECONDS = 1.0
 _SECONDS_BETWEEN_SAVES = 60.0
 _HISTORY_HALF_LIFE = float(1 << 16)  # in tokens, see `PlacementPolicy.half_life`
@@ -71,7 +72,7 @@ class ExpertMigration:
 
     Attributes:
       policy: the rule that proposes swaps.
-      history: counts that fade slowly, for the placement of the next process.
+      history: a PlacementPolicy whose counts decay slowly. The next process places experts by these counts.
       metrics: the counters.
       interval: minimum number of steps between two readings of the counts.
       remap_share: maximum fraction of the time for which moves keep the GPU idle.
@@ -111,7 +112,7 @@ class ExpertMigration:
         self._stored = dict(frequencies)  # content of the file
         layer_pages = list(self._layers.values())
         self._on_host = np.stack([pages[0].on_host for pages in layer_pages])
-        self._was_on_host = self._on_host.copy()  # since the preceding snapshot of the counts
+        self._was_on_host = self._on_host.copy()  # the placement since the preceding snapshot of the counts
         self._expert_bytes = sum(pages.nbytes for pages in layer_pages[0])
         self.policy = PlacementPolicy(np.zeros(self._on_host.shape))
         self.history = PlacementPolicy(np.zeros(self._on_host.shape), _HISTORY_HALF_LIFE)

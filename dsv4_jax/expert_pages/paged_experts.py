@@ -226,7 +226,7 @@ def _free(memory, base, nbytes, mappings):
     for mapping in mappings:
         if mapping.is_mapped:
             memory.unmap(mapping.address, mapping.nbytes)
-    for mapping in mappings:  # only now, because a stale spare address maps the memory of another mapping
+    for mapping in mappings:  # after all are unmapped, because a stale spare address maps another mapping's memory
         memory.release(mapping.handle)
     memory.unreserve(base, nbytes)
 
@@ -295,7 +295,7 @@ class Mover:
     def remap(self) -> None:
         """Completes the swaps of the last `copy`: maps the copies to the addresses of the experts.
 
-        Waits until the GPU is idle before that. No step may be launched until the call returns.
+        The method first waits until the GPU is idle. No step may be launched until it returns.
         """
         self._memory.synchronize()
         for mapping, spare in self._copies:

@@ -20,15 +20,15 @@ _MAX_HEADER_BYTES = 4096  # maximum size of the header of an array in the file; 
 
 
 def read_frequencies(path: Path, num_experts: int) -> dict[str, Float[np.ndarray, "E"]]:
-    """Reads the file.
+    """Reads the counts of earlier processes from the file.
 
     Args:
       path: the file.
       num_experts: number of experts of a layer.
 
     Returns:
-      {name of a layer: [E] float64 counts}. It is empty if the file does not exist and, with a warning, if the file is
-      damaged or does not hold such counts.
+      {name of a layer: [E] float64 counts}. The result is empty if the file does not exist. It is also empty, and a
+      warning is logged, if the file is damaged or does not hold such counts.
     """
     if path.exists() and not path.is_file():
         return _ignored(path, "it is no regular file")

@@ -29,10 +29,10 @@ class StepCarry:
       candidates: {index of a layer: [T, B] int32 blocks of entries to which the layer restricts the selections of later
         layers, then -1}, see `LayerSpec.candidates`.
       engram_rows: {index of a layer with Engram: [T, rows, head_dim] rows of its table}, see `engram.look_up_ahead`.
-      taps: [n, S, hidden] inputs of DSpark's draft layers, one for each of the n layers in `DSV4Config.tap_layers`: the
-        mean over the residual streams that leave this layer, or zeros until it has run. None if there are none. S is as
-        in `ResidualStreams`.
-      recorded: {name in `block.RECORDED`: value} of the most recent layer, for the names that were asked for.
+      taps: [n, S, hidden] inputs of DSpark's draft layers. Row i is the mean over the residual streams that leave layer
+        `DSV4Config.tap_layers[i]`, and zeros before this layer has run. None if the model has no tap layers. S is as in
+        `ResidualStreams`.
+      recorded: {name: value} of the most recent layer, for the names in the argument `record` of `DecoderLayer`.
     """
 
     selection: dict[int, Int[Array, "T k"]] = dataclasses.field(default_factory=dict)

@@ -60,10 +60,10 @@ class ConfidenceHead(nnx.Module):
 class DSparkDrafts(DraftLayers):
     """Drafts a block of tokens for each request in one pass over the draft layers.
 
-    The input of a block is the request's newest token, which the model has not run yet, followed by `noise_token_id`.
-    Each token of a block sees the whole block and the window that precedes it. The window rows of earlier tokens are
-    computed from the streams of the model's target layers, see `write`. Methods use the embedding and the head of
-    `model`.
+    The input of a block is the request's newest token, which the model has not run yet, and `noise_token_id` at the
+    other `block_size - 1` positions. Each token of a block sees the whole block and the window that precedes the block.
+    The window rows of earlier tokens are computed from the streams of the model's target layers, see `write`. Methods
+    use the embedding and the head of their argument `model`.
 
     Attributes:
       layers: LayerStack of DecoderLayers.

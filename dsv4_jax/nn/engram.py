@@ -16,7 +16,7 @@ from dsv4_jax.nn.layers import AnyRngs, Linear, normal, parameter
 from dsv4_jax.quant import QuantizedWeight, round_to
 
 
-_MIN_DOT = 1e-6  # the gate takes the square root of a dot product's magnitude, or of this number if it is larger
+_MIN_DOT = 1e-6  # the gate takes the square root of max(|dot product|, _MIN_DOT)
 
 
 class TokenMap(nnx.Variable):
@@ -114,14 +114,15 @@ def look_up_ahead(
     Args:
       modules: {index of a layer: its Engram}.
       ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.ngrams.advance_ngrams`.
-      x: input of the first layer.
+      x: [T, hidden] input of the first layer.
 
     Returns:
-      (x, {index of a layer: [T, rows, head_dim] rows of its table; on a mesh, this device's channels of these rows}).
+      (x unchanged, {index of a layer: rows of its table}). The rows are [T, rows, head_dim]; on a mesh, they have this
+      device's channels only.
     """
     looked_up = {}
-    # The last layer's look-up starts first. If two look-ups overlap, one then lies within the other. XLA records such a
-    # step as few CUDA graphs. Where look-ups overlap only in part, XLA would divide a graph.
+    # The last layer's look-up starts first. If two look-ups run at the same time, the one that starts later then also
+    # ends earlier. XLA records such a step as few CUDA graphs. In the other order, it would divide a graph.
     for layer in sorted(modules, reverse=True):
         with jax.named_scope("engram"):
             row_ids = modules[layer].row_ids(ngrams)

@@ -54,7 +54,8 @@ class ResidualStreams:
         """Returns the residual before the first layer: the streams, and an output of zeros that does not change them.
 
         With this output the residual is the same pytree as between layers, as the carry of a loop requires. The weights
-        `pre` choose the first stream. On a mesh, many tokens are divided among the devices, see `ops.scatters_rows`.
+        `pre` choose the first stream. On a mesh, the tokens are divided among the devices if `ops.scatters_rows` is
+        True for the shape of the output.
         """
         tokens, h, hidden = streams.shape
         y = jnp.zeros((tokens, hidden), streams.dtype)

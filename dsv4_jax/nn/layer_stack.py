@@ -79,7 +79,10 @@ class LayerLoop(nnx.Module):
         tap_rows = [_tap_rows(tap_layers, run.layers(position)) for position in range(run.period)]
 
         def run_period(state: Any, scanned: Any) -> tuple[Any, Any]:
-            """Runs the layers of one period. Returns (the state, [recorded values and other state of each layer])."""
+            """Runs the layers of one period.
+
+            Returns (state, [(recorded values, variables that are not parameters) for each layer]).
+            """
             x, cache, taps = state
             repeat, values, tap_rows = scanned
             inner = dataclasses.replace(carry, taps=taps)
@@ -228,7 +231,7 @@ def _row(array, repeat):
 
 
 def _numbered(layer, number):
-    """Sets the index `layer` of all modules of a layer that have one to the layer's index, and returns the layer."""
+    """Sets the int attribute `layer` of a layer and of its submodules to `number`, and returns the layer."""
     for _, module in nnx.iter_modules(layer):
         if isinstance(getattr(module, "layer", None), int):
             setattr(module, "layer", number)  # noqa: B010

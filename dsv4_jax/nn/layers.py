@@ -21,7 +21,7 @@ Axes = tuple[str | None, ...]
 
 
 class AbstractRngs(nnx.Rngs):
-    """An argument `rngs` with which parameters are `jax.ShapeDtypeStruct` objects; faster than `nnx.eval_shape`."""
+    """A value for `rngs` that makes parameters `jax.ShapeDtypeStruct` objects; faster than `nnx.eval_shape`."""
 
     def __init__(self):
         """Makes an object without random streams."""
@@ -31,7 +31,7 @@ ABSTRACT = AbstractRngs()
 
 
 class StackedRngs:
-    """An argument `rngs` with which parameters are stacked over equal layers on an additional first axis, "layers"."""
+    """A value for `rngs` that makes parameters of equal layers, stacked on an additional first axis, "layers"."""
 
     def __init__(self, rngs: nnx.Rngs, layers: int):
         self.rngs = rngs
@@ -117,7 +117,7 @@ def multiply(
     x = norm(x) if norm else x
 
     def on_cpu(x, weights):
-        """Computes the outputs of dtype float32 from inputs and weights in float32, and the others as they are."""
+        """Computes outputs of dtype float32 from x and weights converted to float32, and other outputs unconverted."""
         wide_spec = dataclasses.replace(spec, output_dtype=jnp.float32)
         wide_outputs = linear(x.astype(jnp.float32), weights, wide_spec, implementation="xla")
         if all(dtype == jnp.float32 for dtype in dtypes):

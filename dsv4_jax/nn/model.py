@@ -69,9 +69,12 @@ class DeepseekV4Model(nnx.Module):
           `DeepseekV4ForCausalLM.forward_streams`; the recorded values; the updated cache).
 
         Raises:
-          ValueError: the cache was made for another model, the batch was made for another cache, the decisions of the
-            batch were made for other tokens or another model, or the batch has adapters and the model has none.
           TypeError: the model has Engram, and the cache is not a KVCache.
+          ValueError: in one of these cases:
+
+            * The cache was made for another model, or the batch for another cache.
+            * The decisions of the batch were made for other tokens or another model.
+            * The batch has adapters, and the model has none.
         """
         if isinstance(cache, KVCache):
             cache.schema.check_config(self.config)

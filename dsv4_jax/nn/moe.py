@@ -21,8 +21,8 @@ class HashTable(nnx.Variable):
 class Router(nnx.Module):
     """Scores the E experts, and selects and weights k of them for each token. Weights are normalized scores.
 
-    The k experts are those with the largest `score + bias`. In hash layers, they are those that a table lists for the
-    token id. Tokens that are parts of images use a bias of their own in all layers, also in place of the table.
+    The k experts of a token are those with the largest `score + bias`, or in hash layers those that a table lists for
+    the token id. For tokens that are parts of images, all layers take the largest `score + bias` with another bias.
 
     Attributes:
       weight: [E, hidden] float32 projection to the logits.

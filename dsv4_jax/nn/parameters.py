@@ -83,7 +83,7 @@ class ParameterView:
 
 
 def _of_scales(place, rows):
-    """Converts an item of an index of codes to that of their scales, each of which is for a block of `rows` rows."""
+    """Converts an item of an index into codes to the item for the scales, which have a row per block of `rows` rows."""
     return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
 
 
@@ -180,6 +180,6 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(array, new, starts):
-    where = jax.typeof(array).sharding  # axes of a part of the array that are sharded have the array's size
+    where = jax.typeof(array).sharding  # `new` can take it: along sharded axes, `new` is as large as `array`
     new = new.astype(array.dtype)
     return jax.lax.dynamic_update_slice(array, new if where.mesh.empty else jax.reshard(new, where), starts)

@@ -13,9 +13,10 @@ _UNDECODABLE = "\ufffd"  # the replacement character, to which broken UTF-8 is d
 def compressed_token_ids(tokenizer: Tokenizer, config: DSV4Config) -> np.ndarray:
     """Computes the compressed id of each token id. Tokens share an id if they differ only in case, accents or blanks.
 
-    More precisely, the normalized texts of these tokens are equal. A text of one blank is its own normalized text, and
-    so is a text that normalization would make empty. For a token whose bytes are not valid UTF-8, its name in the
-    vocabulary is compared instead. Compressed ids count from 0, in the order of each id's first token.
+    More precisely, tokens share an id if their normalized texts are equal. A text of one blank is its own normalized
+    text, and so is a text that normalization would make empty. If a token's bytes are not valid UTF-8, its name in the
+    vocabulary takes the place of the normalized text. Compressed ids count from 0, in the order of each id's first
+    token.
 
     Args:
       tokenizer: the tokenizer of the model's checkpoint.
