@@ -136,9 +136,9 @@ class Engine(Summarized):
         engine's `warm_up` waits until they are compiled.
 
         Args:
-          outline: a `CompiledModel` without weights, made of the module that `load_checkpoint` passes to its argument
-            `on_outline`, and of the model's `expert_memory` if there is one. The module has `jax.ShapeDtypeStruct` in
-            place of arrays.
+          outline: a `CompiledModel` without weights. It is made from the module that `load_checkpoint` passes to the
+            function `on_outline`, which has `jax.ShapeDtypeStruct` in place of arrays, and from the model's
+            `expert_memory` if there is one.
           manager, drafter, options: as for the engine. The manager must hold no request.
 
         Raises:

@@ -49,7 +49,8 @@ class FileLayout:
         """Returns the contents of n files.
 
         Args:
-          digests: for each file the bytes that its SHA-256 begins with, which are not stored: a 32-byte digest.
+          digests: for each file the bytes that its SHA-256 covers in addition to the stored ones: the 32-byte digest
+            of a cached block, or b"" for a request.
           tree: pytree of the NumPy arrays [layers, n * rows, ...] of all files.
         """
         leaves = list(zip(jax.tree.leaves(tree), [struct.shape[1] for struct in self._structs], strict=True))

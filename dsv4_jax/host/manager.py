@@ -133,7 +133,7 @@ class KVCacheManager(Summarized):
         return self.use() | self.schema.summary() | rooms
 
     def use(self) -> dict[str, Share]:
-        """Returns {name: share in use} of the slots and of the blocks, for a repr."""
+        """Returns the number of slots and of blocks in use, each out of all, for a repr: {"slots", "blocks": Share}."""
         schema = self.schema
         return {
             "slots": Share(len(self.slots), schema.max_requests),
@@ -601,7 +601,7 @@ class KVCacheManager(Summarized):
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
           length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's
-            newest token again. This takes a token that a step has run in the slot, not one that was restored there.
+            newest token again. This needs a newest token that a step has run in the slot, not a restored one.
 
         Returns:
           (the new slots, the cache).
@@ -708,7 +708,7 @@ class KVCacheManager(Summarized):
           source: slot whose rows are copied.
           states: {slot: state} of the requests that get the rows. All hold the same number of tokens.
           block: the source's last block if it is filled in part; -1 = none.
-          copies: {slot: acquired blocks} to which `block` is copied.
+          copies: {slot: ids of the blocks acquired for the slot}; `block` is copied to all of them.
         """
         max_requests = self.schema.max_requests
         slots = padded(list(states), max_requests)

@@ -18,9 +18,9 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# At most 4 events are sent to clients at once, and 2.5 per millisecond, because sending an event holds the GIL for
-# 0.06 ms, and the engine needs the GIL for half of a short step. While a stream waits for its turn, its tokens collect,
-# and are then sent in one event. With 32 fast streams, these are the tokens of 13 ms.
+# At most 4 events are sent to clients at once, and 2.5 per millisecond. Sending an event holds the GIL for 0.06 ms, and
+# the engine needs the GIL for half of a short step. All tokens that a stream gets between two of its events are sent in
+# the later event. With 32 fast streams, each stream has an event every 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 
@@ -300,7 +300,7 @@ class AsyncEngine:
             self._timer = self._loop.call_at(self._next_handover, self._hand_over)
 
     def _hand_over(self):
-        """Hands updates over to their Generations: those of the requests that have waited longest."""
+        """Hands over updates to their Generations, first those of the requests whose updates have waited longest."""
         keys = list(itertools.islice(self._delivered, _EVENTS_AT_ONCE))
         for key in keys:
             generation, _ = key

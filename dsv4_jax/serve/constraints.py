@@ -139,7 +139,7 @@ def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def _moved(schema: Schema) -> Schema:
-    """Rewrites a schema's references, so that they stay valid in the definition `_` of another schema."""
+    """Rewrites a schema's references, so that they stay valid if it becomes the definition `_` of another schema."""
     return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
 
 
