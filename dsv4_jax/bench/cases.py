@@ -23,8 +23,8 @@ from dsv4_jax.quant import KeyCodec, RowCodec
 # A `Draw` is a function that makes random arrays. If it returns a numpy array of integers, this array is converted to
 # an int32 array on the device.
 Draw = Callable[[np.random.Generator], Any]
-# The calls of a case take turns with several layers, which have about this number of bytes in total. If attention reads
-# a quarter of the entries, these still have more than twice as many bytes as the L2 cache.
+# The calls of a case take turns with several layers, which have about this number of bytes in total. Attention may read
+# a quarter of the entries only. This quarter is still more than twice as large as the L2 cache.
 _LAYERS_BYTES = 1 << 29
 
 
@@ -100,8 +100,8 @@ def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "sh
 
     Args:
       config: the requested configuration.
-      report: the report. If the model is replaced, its field `field` is set to "tiny".
-      field: name of the field that says which model is measured.
+      report: the report. If the model is replaced, `report[field]` is set to "tiny".
+      field: name of the field of the report that says which model is measured.
 
     Raises:
       ValueError: there is no GPU, and the packaged model has another KV format than the released model.

@@ -73,8 +73,8 @@ class StepCase:
         """Returns the result of the case. On a GPU, steps run again, so that their kernels are measured.
 
         The result includes the floor, a lower bound of the time of a step. For a decode step, this is the time to read
-        the step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the time to read the bytes
-        except the head's weights, or the time of the layers' matrix products, whichever is longer.
+        the step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the larger of two times: to
+        read the bytes except the head's weights, and to compute the layers' matrix products.
 
         Args:
           times: the result of `time`.

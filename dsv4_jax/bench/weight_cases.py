@@ -238,7 +238,7 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows bfloat16 values up to 8 to differ by rounding, and float32 coefficients by the effect of this."""
+        """Allows rounding errors of bfloat16 values up to 8, and their effect on float32 coefficients."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)

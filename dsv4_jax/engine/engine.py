@@ -136,9 +136,9 @@ class Engine(Summarized):
         engine's `warm_up` waits until they are compiled.
 
         Args:
-          outline: a `CompiledModel` without weights. It is made from the module that `load_checkpoint` passes to the
-            function `on_outline`, which has `jax.ShapeDtypeStruct` in place of arrays, and from the model's
-            `expert_memory` if there is one.
+          outline: a `CompiledModel` without weights. Its module is the one that `load_checkpoint` passes to the
+            function `on_outline`, with `jax.ShapeDtypeStruct` in place of arrays. Its `expert_memory` is that of the
+            model, if there is one.
           manager, drafter, options: as for the engine. The manager must hold no request.
 
         Raises:
@@ -485,7 +485,7 @@ class Engine(Summarized):
         """Waits for a step's output and gives each request its tokens."""
         scheduler = self._scheduler
         scheduler.current = launched.schedule.requests
-        output = jax.tree.map(np.asarray, launched.output)  # the copy was started; `device_get` would start another one
+        output = jax.tree.map(np.asarray, launched.output)  # the copy was started; `device_get` would start it again
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.batch.prefill
         scheduler.update(launched, output, self._launched)

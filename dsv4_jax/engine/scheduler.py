@@ -348,8 +348,8 @@ class Scheduler:
           decode: whether a request's newest known token may run. If this token runs, a new token is drawn after it.
         """
         shards = self.manager.shards
-        # For each shard, `budget` is the number of tokens that the step has room for beside the decode tokens, and
-        # `free_rows` is the number of unused output rows after one row is set aside for each reader.
+        # Both arrays have a number for each shard. `budget` counts the tokens that the step has room for beside the
+        # decode tokens. `free_rows` counts the unused output rows, without one row that is set aside for each reader.
         budget = np.full((shards.count,), self.config.token_budget)
         free_rows = np.full((shards.count,), self.config.decode_size(shards.slots))
         decode_shards = shards.of(schedule.numbers["slot"])

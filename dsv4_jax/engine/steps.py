@@ -11,7 +11,7 @@ from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.requests import Request
 
 
-# Stands for the id of a token that only the device knows.
+# The ids of a request's newest token in `Schedule.tokens` if only the device knows this token: a placeholder, 0.
 UNKNOWN = np.zeros((1,), np.int32)
 NO_DRAFTS = np.zeros((0,), np.int32)
 SCHEDULED = np.dtype(

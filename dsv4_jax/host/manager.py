@@ -31,7 +31,7 @@ TokenIds = Sequence[int] | np.ndarray | jax.Array
 class KVCacheManager(Summarized):
     """Admits requests, reserves their blocks and builds the inputs of each step.
 
-    A request owns a slot, which stands for fixed rows on the device, and a list of blocks from a paged pool. The
+    A request owns a slot, which has fixed rows on the device, and a list of blocks from a paged pool. The
     manager knows every length without asking the device. It does not keep the cache itself: the caller passes this
     pytree from step to step.
 
@@ -84,7 +84,7 @@ class KVCacheManager(Summarized):
           memory: memory for the cache on each device, in bytes or as text ("20GiB"). The cache takes less if requests
             of `max_context` tokens in all slots need less.
           num_blocks: number of blocks in each compressed pool, in all shards together.
-          max_requests: number of slots, and the smallest number of tokens that a step is padded to.
+          max_requests: number of slots, and by default the smallest number of tokens that a step is padded to.
           mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
             are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
             `load_checkpoint` takes the same mesh. None = the default device.
@@ -473,9 +473,9 @@ class KVCacheManager(Summarized):
         after["published_blocks"] = np.maximum(
             before["published_blocks"], -(-(after["length"] + reserve) // block_tokens)
         )
-        # `max_blocks` bounds the number of new blocks in a shard. It has three terms: the blocks of `reserve` for each
-        # slot, the blocks that the step's tokens would fill if they belonged to one request, and one block for each
-        # slot, because the number of blocks of each request is rounded up.
+        # `max_blocks` bounds the number of new blocks in a shard. Each slot may need the blocks of `reserve`, and one
+        # more because its number of blocks is rounded up. The step's tokens need at most as many blocks as if they
+        # belonged to one request.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
         positions = layout.place(consecutive(before["length"], counts), -1)

@@ -72,8 +72,8 @@ class Generation:
     async def next_update(self, seconds: float) -> Update | None:
         """Waits up to `seconds` for the next update of any request. Returns None if there was none.
 
-        If a request has had several updates since the preceding call, only the newest is returned. So a slow caller
-        does not delay the engine. The final update of a request has a `finish_reason`.
+        Only the newest of a request's waiting updates is kept, so that a slow caller does not delay the engine. A
+        failure is kept beside the update before it. The final update of a request has a `finish_reason`.
         """
         # A timer is cheaper than `asyncio.wait_for`, which matters because this runs for each event.
         timer = asyncio.get_running_loop().call_later(seconds, self._has_news.set)
@@ -131,8 +131,8 @@ class AsyncEngine:
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
-        # The event loop's thread uses these: updates of each request that wait to be handed over to Generations, the
-        # time of the next handover, and the timer of the handover.
+        # Only the event loop's thread uses these: the updates of each request that wait to be handed over to its
+        # Generation, the time of the next handover, and the timer that starts this handover.
         self._delivered: dict[_Key, list[Update]] = {}
         self._next_handover = 0.0
         self._timer: asyncio.TimerHandle | None = None

@@ -175,8 +175,8 @@ def _call_rules(
 def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str | None, Schema, bool]]:
     """Yields (name, schema, whether it is required) of each parameter of a tool.
 
-    The name None stands for parameters of any name, any number of times. Raises ValueError if a strict tool's schema
-    has a keyword that is not supported at the top.
+    With the name None, the schema is that of any number of parameters with any names. Raises ValueError if a strict
+    tool's schema has a keyword that is not supported at the top.
     """
     schema = schema if isinstance(schema, dict) else {}
     unknown = sorted(schema.keys() - _CALL_KEYWORDS)
