@@ -294,8 +294,8 @@ def _flush_bytes(group, codec, tokens, closed):
 
     The request's tokens complete `closed` windows. The flush reads the tokens' projections and writes them to the
     compressor state, a ring that keeps the newest ones. It also writes a row for each new entry. To make an entry, a
-    decode step reads the other rows of the ring, and a prefill reads none. If an entry is made from a single token,
-    there are no logits and no state.
+    decode step reads the other rows of the ring, and a prefill reads none. An entry of a single token needs no pooling,
+    so there are no gate logits and no state then.
     """
     ring = group.pooled_rows
     entry_bytes = closed * tree_bytes(codec.struct)

@@ -22,7 +22,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sources(config, layer):
-    """Returns the indices of the layers whose entries, selection or candidates a layer uses, perhaps with its own."""
+    """Returns the indices of the layers whose entries, selection or candidates a layer uses; may include the layer."""
     spec = config.specs[layer]
     owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
@@ -54,7 +54,7 @@ def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) ->
 
 
 def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
-    """Returns the same as `slice_config`, except that no layer selects experts by token id."""
+    """Returns the configuration that `slice_config` returns, except that no layer selects experts by token id."""
     sliced = slice_config(config, layers, repeats)
     return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
 

@@ -41,7 +41,7 @@ class StepCase:
         return CHUNK_STEPS if self.steps.is_prefill else STEPS
 
     def begin(self, count: int) -> None:
-        """Starts requests and runs `count` steps, each until it is complete."""
+        """Starts requests and runs `count` steps. Waits until a step is complete before the next one is launched."""
         self.steps.start_requests(self.context - (0 if self.steps.is_prefill else MARGIN))
         self._run(count)
 

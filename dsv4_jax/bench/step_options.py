@@ -153,7 +153,7 @@ class StepOptions(ModelSetup):
 
     @property
     def step_sizes(self) -> list[tuple[int, int]]:
-        """The kinds of steps to measure: (tokens of a request in a step, tokens that the step then drafts for it)."""
+        """The kinds of steps to measure: (tokens that a step runs, tokens that it then drafts), both per request."""
         if self.chunks:
             return [(chunk, 0) for chunk in self.chunks]
         verify = 1 + self.drafts

@@ -371,7 +371,8 @@ class Engine(Summarized):
             if request.finish_reason is not None:
                 break
             self._run_step(decode=True)
-        # The caller has all tokens. Otherwise streams without a call of `step` would keep every request in memory.
+        # The caller has all tokens, so `step` need not return them. If they stayed here, streams without a call of
+        # `step` would keep every request in memory.
         self._scheduler.pending_outputs.pop(request, None)
         if request.error is not None:
             raise request.error

@@ -291,7 +291,7 @@ class StepRunner:
         return sizes, cache
 
     def _kinds_of_steps(self):
-        """Returns (count, has_grammars) for each program: a step with one request of `count` tokens runs in it."""
+        """Returns a step that runs in each program, as (number of tokens of its only request, has_grammars)."""
         schema = self._manager.schema
         # The first count is for the mixed program: it exceeds `max_query_tokens`, if the budget and the context allow
         # it. The second is for the decode program.

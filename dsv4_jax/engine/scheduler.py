@@ -224,7 +224,8 @@ class Scheduler:
             sources = newest[slots]
             certain = known + (sources >= 0)
             known = known + drawn[slots]  # counts all drafts as accepted
-        # A request needs at most this number of drafts. Drafts past the request's end never count as accepted.
+        # The first limit is the request's end, because drafts past the end never count as accepted. The second limit
+        # keeps all drafts within `max_context`.
         max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
         can_decode = (unread == 1) & (known < limits) & decode

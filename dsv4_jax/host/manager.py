@@ -133,7 +133,7 @@ class KVCacheManager(Summarized):
         return self.use() | self.schema.summary() | rooms
 
     def use(self) -> dict[str, Share]:
-        """Returns the number of slots and of blocks in use, each out of all, for a repr: {"slots", "blocks": Share}."""
+        """Returns how many slots and blocks are in use, for a repr, as {"slots": Share, "blocks": Share}."""
         schema = self.schema
         return {
             "slots": Share(len(self.slots), schema.max_requests),

@@ -222,7 +222,10 @@ class Answer:
             raise APIError(400, str(error), param=name) from None
 
     def _check_size(self, count: int) -> None:
-        """Raises APIError if samples would be equal, or too many requests (`count`) or log-probabilities are needed."""
+        """Raises APIError if samples would be equal, or the answer needs too many requests or log-probabilities.
+
+        `count` is the number of requests.
+        """
         engine = self._service.engine
         name = "best_of" if getattr(self._body, "best_of", None) else "n"
         if self._samples > 1 and self._body.temperature == 0:

@@ -188,7 +188,7 @@ class AsyncEngine:
     # --- The methods below run in the engine's thread. ---
 
     def _run(self):
-        """Compiles the programs, then runs commands and steps until `stop`. The thread's function."""
+        """The function of the thread. Compiles the programs, then runs commands and steps until `stop`."""
         try:
             self.engine.warm_up()
             self.metrics = self.engine.metrics
@@ -275,7 +275,7 @@ class AsyncEngine:
             self._update(key, request.finish_reason, request.error, request)
 
     def _update(self, key, finish_reason, error=None, request=None):
-        """Keeps an update until `_deliver`. With a request's first update, its followers start."""
+        """Keeps an update for `_deliver`. A request's first update also starts the request's followers."""
         _, index = key
         num_generated = 0 if request is None else request.num_generated
         self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))

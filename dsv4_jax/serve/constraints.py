@@ -19,7 +19,8 @@ _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _CALL_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
 # The values of these keywords of a JSON schema are dicts of schemas.
 _PARTS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-# The values of these keywords are schemas, or lists or dicts of schemas. Definitions come first.
+# The values of these keywords are schemas, or lists or dicts of schemas. Definitions come first, so that an error names
+# the definition at fault and not a reference to it.
 _WITH_PARTS = (*_PARTS_BY_NAME, "prefixItems", "items", "anyOf", "oneOf", "allOf", "additionalProperties")
 _WITH_PARTS += ("additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 _WITH_PARTS += ("unevaluatedItems", "unevaluatedProperties")

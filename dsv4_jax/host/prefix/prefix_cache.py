@@ -537,7 +537,7 @@ class PrefixCache(Summarized):
         return cache
 
     def _salted_root(self, salt):
-        """Returns the 32-byte digest that takes the place of a preceding block's when a first block is hashed.
+        """Returns the 32-byte digest that precedes a prompt's first block in its hash, see `_digests`.
 
         A salt is hashed in another way than blocks are, so the result is not the digest of any block.
         """
