@@ -45,7 +45,7 @@ class Case:
         of reading, otherwise from the bandwidth of copying.
       agree: function of (the kernel's array, XLA's array) that returns whether the two agree, a bool scalar. It is
         called for each array of a result. None compares bit for bit.
-      xla_calls: number of timed calls of XLA's version; None = as many as of the kernel.
+      xla_calls: number of timed calls of XLA's version; None = the number of the kernel's calls.
     """
 
     op: str
@@ -201,8 +201,9 @@ def paged_view(
       group: the layer's group.
       codec: codec of the entries, or of the index keys.
       lengths: number of entries of each request.
-      shared: number of entries in the pool. Each request gets distinct random blocks of the pool, which other requests
-        may get, too. If 0, the pool has just the blocks that the requests need, in random order, and none is shared.
+      shared: number of entries in a pool that all requests share: each request gets distinct random blocks, which other
+        requests may get, too. 0 = a pool of just the blocks that the requests need, in random order, none of them
+        shared.
     """
     block_entries = schema.entries_per_block(group.name)
     block_counts = np.array([-(-length // block_entries) for length in lengths])

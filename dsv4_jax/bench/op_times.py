@@ -57,8 +57,8 @@ def chosen_cases(
 ) -> Iterator[Case]:
     """Yields the cases to measure.
 
-    Without a GPU, large cases are left out. Of several cases whose labels differ only in numbers, only the first is
-    then kept.
+    Without a GPU, large cases are left out, and of several cases whose labels differ only in numbers only the first is
+    measured.
 
     Args:
       config: configuration of the model.

@@ -23,11 +23,12 @@ WARM_UP = 4  # number of steps before the first measured one; XLA records its CU
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """Steps of one batch size and kind at one context.
+    """Steps of one batch size, with one number of tokens and of drafts per request, at one context.
 
     Attributes:
       steps: runs the steps.
-      context: number of tokens that a request holds at the end of a measurement, or before a chunk of a prompt.
+      context: maximum number of tokens that a request holds while decode steps are measured; with chunks of a prompt,
+        number of tokens before the chunk.
       skew: skew of the model's routers, see `checkpoint.random_weights.random_model`.
     """
 

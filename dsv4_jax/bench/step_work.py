@@ -75,7 +75,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
 
 
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
-    """Returns the operations and the bytes read by attention and indexers, per device, for one request in a step.
+    """Returns the work of attention and indexers for one request in a step, on one device: (operations, bytes read).
 
     Args:
       steps: runs the step.

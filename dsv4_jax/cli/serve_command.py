@@ -28,7 +28,7 @@ _SWITCH_SECONDS = 5e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeCommand(RandomModelOptions):
-    """Serves a model over HTTP, in OpenAI's protocol.
+    """Serves a model over HTTP, in OpenAI's and Anthropic's protocols.
 
     OpenAI's clients connect to http://HOST:PORT/v1: the openai package, chat front ends, load generators. The page at /
     takes a prompt and shows tokens, accepted drafts and cache use. /health, /ready and /metrics (Prometheus) are

@@ -30,8 +30,9 @@ class Drafter(Protocol):
 class PromptLookup:
     """A drafter that looks up the request's newest tokens in its earlier tokens (n-gram lookup).
 
-    It guesses the tokens that followed their latest earlier occurrence. The drafter needs no model. Guesses are good
-    for text that repeats its prompt, such as edited code, quotations or tool output, and useless for other text.
+    It guesses the tokens that followed the latest earlier occurrence of the newest tokens, and needs no model. Guesses
+    are good for text that repeats its prompt, such as edited code, quotations or tool output, and useless for other
+    text.
 
     Attributes:
       longest, shortest: maximum and minimum number of newest tokens to look for. The longest n-gram that occurs earlier

@@ -115,7 +115,7 @@ def token_masks(
     """Finds the tokens that grammars allow in each row of a step's logits.
 
     The first row of a matcher follows the tokens that the matcher has read. The next rows each follow one more draft.
-    Several threads are used if there are at least four cores.
+    Several threads handle the matchers with drafts, and the other matchers if there are at least four cores.
 
     Args:
       rows: (matcher, index of its first row, its draft tokens) for each matcher.

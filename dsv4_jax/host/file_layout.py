@@ -20,7 +20,7 @@ class FileLayout:
     """The format of one kind of file: a header, arrays, a SHA-256.
 
     Attributes:
-      kind: "block", "snapshot" or "request", which is the extension of a file of a prefix cache.
+      kind: "block", "snapshot" or "request"; the files of a prefix cache have their kind as the extension.
       header: the bytes that every file begins with.
       nbytes: size of a file in bytes.
     """

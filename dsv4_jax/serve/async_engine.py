@@ -34,7 +34,7 @@ class Update:
     """The state of one request of a `Generation` at some time.
 
     Attributes:
-      index: index of the request in the Generation: number of its prompt * n + number of its sample.
+      index: index of the request in the Generation: (index of its prompt) * n + (index of its sample).
       request: the request. The engine's thread may add further tokens to it, but does not change earlier ones. None if
         the request could not be added, was cancelled or failed together with others, or if the answer needs no request.
       num_generated: number of new tokens that the request had at that time.

@@ -204,8 +204,8 @@ class Chat:
           generator: deepseek-recipe's generator of the protocol's events.
 
         Returns:
-          (the parser; the `CallBlocks` that turns tokens into the parser's input, or None if the answer's text is the
-          input).
+          (parser, blocks). `blocks` is the `CallBlocks` that turns tokens into the parser's input; None if the parser
+          reads the answer's text.
         """
         no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
         stage = recipe.ThinkingInitialStage.ContentContinuation
@@ -287,7 +287,7 @@ class ReleaseChat(Chat):
 
 
 class V41Chat(ReleaseChat):
-    """The encoding of DeepSeek-V4.1. Reasoning effort is a number, and system messages keep their places."""
+    """The encoding of DeepSeek-V4.1. Reasoning effort may be a number, and system messages keep their places."""
 
     special_tokens = (*_RELEASE_TOKENS, "<｜System｜>")
     call_tags = V41_TAGS

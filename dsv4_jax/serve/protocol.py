@@ -372,7 +372,7 @@ class TextOptions(_Body):
 class ReasoningOptions(_Body):
     """Options of reasoning in Responses.
 
-    The response repeats `summary`. It has no other effect, because an answer always has its whole reasoning.
+    The response repeats `summary`. The field has no other effect, because an answer always has its whole reasoning.
     """
 
     effort: _Effort | None = None

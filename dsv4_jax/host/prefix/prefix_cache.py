@@ -286,7 +286,7 @@ class PrefixCache(Summarized):
         A request that began with earlier weights is not cached.
 
         The cache holds the rows of a snapshot only while the request can be rewound to the end of that block. So call
-        this method after each step that ends at a block boundary, and not before rejected drafts have been rewound.
+        this method after each step that ends at a block boundary, as soon as rejected drafts have been rewound.
 
         Args:
           cache: the cache after the step; only read.
