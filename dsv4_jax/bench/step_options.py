@@ -120,7 +120,7 @@ class StepOptions(ModelSetup):
 
     Attributes:
       batches: batch sizes to measure, in requests.
-      contexts: contexts to measure, in tokens, see `StepCase.context`.
+      contexts: contexts to measure, in tokens, see `step_cases.StepCase.context`.
       chunks: chunk sizes to measure: numbers of tokens of one prompt that a step reads; empty for decode steps.
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
