@@ -74,7 +74,7 @@ def _append_case(schema, tokens):
 
 
 def _norm_rope_case(schema, tokens, heads):
-    """Returns a case of `norm_rope_append`, the `_append_case` of so many tokens with `heads` query heads."""
+    """Returns a case of `norm_rope_append`: the `_append_case` of `tokens` tokens, with `heads` query heads added."""
     append = _append_case(schema, tokens)
     config = schema.config
     dim = config.head_dim
@@ -139,8 +139,8 @@ def attention_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of `sparse_attention`, with one token per request.
 
     A token attends to its window and to compressed entries of its request. Without an indexer, it attends to all 8,192
-    entries. With an indexer, it attends to k entries, selected from 4 * k. In further cases, they are selected from
-    2**18 entries, in a pool of 2**20 entries that all requests share, so that the selected rows are rarely adjacent.
+    entries. With an indexer, it attends to k entries, selected from 4 * k. In further cases, the k entries are selected
+    from 2**18 entries. All requests then share a pool of 2**20 entries, so that selected rows are rarely adjacent.
     """
     topk = schema.config.index_topk
     for group in schema.groups.values():
@@ -220,7 +220,7 @@ def _flush_case(schema, group, label, requests, tokens, closes):
     widths = [codec.dim * (1 + group.overlap) for codec in codecs]
 
     def state_view(width):
-        """Returns the view of a compressor's state, as draws."""
+        """Returns the view of a compressor's state, with draws in place of arrays."""
         values = normal_float32(1, requests, group.pooled_rows, width) if has_state else None
         return ops.StateView(values, values, np.array(0), rate, group.overlap)
 
@@ -278,7 +278,7 @@ def _flush_in_halves(state, weights, projections, slots, positions, implementati
 
 
 def _compressor_weights(config, group, codec):
-    """Returns the parameters of the group's compressor for rows of `codec`, as draws."""
+    """Returns the parameters of the group's compressor for rows of `codec`, with draws in place of arrays."""
     layer = group.layers[0]
     bias = normal_float32(group.compress_rate, codec.dim * (1 + group.overlap))
     return ops.CompressorWeights(
@@ -294,8 +294,8 @@ def _flush_bytes(group, codec, tokens, closed):
 
     The request's tokens complete `closed` windows. The flush reads the tokens' projections and writes them to the
     compressor state, a ring that keeps the newest ones. It also writes a row for each new entry. To make an entry, a
-    decode step reads the other rows of the ring, and a prefill reads none. If an entry is made from a single token,
-    there are no logits and no state.
+    decode step reads the other rows of the ring, and a prefill reads none. An entry of a single token needs no pooling,
+    so there are no gate logits and no state then.
     """
     ring = group.pooled_rows
     entry_bytes = closed * tree_bytes(codec.struct)

@@ -23,8 +23,8 @@ from dsv4_jax.quant import KeyCodec, RowCodec
 # A `Draw` is a function that makes random arrays. If it returns a numpy array of integers, this array is converted to
 # an int32 array on the device.
 Draw = Callable[[np.random.Generator], Any]
-# The calls of a case take turns with several layers, which have about this number of bytes in total. If attention reads
-# a quarter of the entries, these still have more than twice as many bytes as the L2 cache.
+# The calls of a case take turns with several layers, which have about this number of bytes in total. Attention may read
+# a quarter of the entries only. This quarter is still more than twice as large as the L2 cache.
 _LAYERS_BYTES = 1 << 29
 
 
@@ -45,7 +45,7 @@ class Case:
         of reading, otherwise from the bandwidth of copying.
       agree: function of (the kernel's array, XLA's array) that returns whether the two agree, a bool scalar. It is
         called for each array of a result. None compares bit for bit.
-      xla_calls: number of timed calls of XLA's version; None = as many as of the kernel.
+      xla_calls: number of timed calls of XLA's version; None = the number of the kernel's calls.
     """
 
     op: str
@@ -100,8 +100,8 @@ def measured_config(config: DSV4Config, report: dict[str, Any], field: str = "sh
 
     Args:
       config: the requested configuration.
-      report: the report. If the model is replaced, its field `field` is set to "tiny".
-      field: name of the field that says which model is measured.
+      report: the report. If the model is replaced, `report[field]` is set to "tiny".
+      field: name of the field of the report that says which model is measured.
 
     Raises:
       ValueError: there is no GPU, and the packaged model has another KV format than the released model.
@@ -201,8 +201,9 @@ def paged_view(
       group: the layer's group.
       codec: codec of the entries, or of the index keys.
       lengths: number of entries of each request.
-      shared: number of entries in the pool. Each request gets distinct random blocks of the pool, which other requests
-        may get, too. If 0, the pool has just the blocks that the requests need, in random order, and none is shared.
+      shared: number of entries in a pool that all requests share: each request gets distinct random blocks, which other
+        requests may get, too. 0 = a pool of just the blocks that the requests need, in random order, none of them
+        shared.
     """
     block_entries = schema.entries_per_block(group.name)
     block_counts = np.array([-(-length // block_entries) for length in lengths])

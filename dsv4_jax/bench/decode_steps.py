@@ -52,8 +52,8 @@ COLUMNS = {
     "gaps": "{gaps:.1f}",
     "launches": "{launches:.0f}",
 }
-# Further columns of a table with drafts. They show the time of a step relative to a step with one token a request, the
-# time to make the drafts, and the tokens a second at several acceptance rates.
+# Further columns of a table with drafts: the time of a step divided by that of a step with one token a request, the
+# time to make the drafts, and the tokens a second at each rate of `ACCEPTANCES`.
 DRAFT_COLUMNS = {
     "x one token": "{times_one_token:.2f}",
     "drafts ms": "{draft_milliseconds:.3f}",
@@ -66,7 +66,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
 
     All cases are timed first, then their kernels are profiled. With drafts, there are three kinds of steps. The first
     has one token a request. The second has 1 + drafts tokens a request, as when drafts are verified. The third also
-    makes new drafts. Without a GPU, the packaged model replaces `config`.
+    makes new drafts. Without a GPU, the packaged model replaces a released model.
 
     Args:
       config: configuration of the model.

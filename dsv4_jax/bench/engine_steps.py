@@ -95,7 +95,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
 
     A result whose "measurement" is "prompt" holds the time until the first token of a prompt that runs alone. A
     "decode" result holds the mean time of `Engine.step` while all requests decode. If there are no drafts, it also
-    holds the time of a step of the on-device loop, with as many requests but without the engine's work on the host.
+    holds the time of a step of the on-device loop with the same requests, without the engine's work on the host.
 
     Args:
       config: configuration of the model.

@@ -37,9 +37,9 @@ def indexer_cases(schema: CacheSchema) -> Iterator[Case]:
     """Yields cases of the indexer's steps: rounding queries, scores, scores followed by top-k, and top-k alone.
 
     If layers select within candidate blocks (V4.1), there are cases of choosing the blocks and of scores within them.
-    Scores are measured with one token and with 8 tokens of each request, in the prefill of one request, and with
-    requests of different lengths, from 1k to 262k keys. The queries of these cases are already rotated and rounded. The
-    cases "index query" measure the rotation and the rounding.
+    Scores are measured with one token and with 8 tokens of each request, and in the prefill of one request. In one case
+    the requests have different numbers of keys, from 1k to 262k. The queries of all these cases are already rotated and
+    rounded. The cases "index query" measure the rotation and the rounding.
     """
     config = schema.config
     if config.index_head_dim == DIM:

@@ -92,7 +92,8 @@ def kinds_by_name(text: str) -> dict[str, list[str]]:
         for line in lines[1:]:
             match = _INSTRUCTION.match(line)
             called = re.findall(r"%([\w.-]+)", " ".join(_CALLED.findall(line)))
-            # In a loop, XLA joins a Pallas kernel with the slices that it reads and writes. This fusion is no kernel.
+            # In a loop, XLA joins a Pallas kernel and the slices that it reads and writes into a fusion. Such a fusion
+            # is no kernel itself.
             inner = [line for name in called for line in computations.get(name, [])]
             if match and not any(" custom-call(" in line for line in inner):
                 instruction, opcode, path = match.groups()

@@ -22,7 +22,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def _sources(config, layer):
-    """Returns the indices of the layers whose entries, selection or candidates a layer uses; its own may be one."""
+    """Returns the indices of the layers whose entries, selection or candidates a layer uses; may include the layer."""
     spec = config.specs[layer]
     owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
@@ -54,7 +54,7 @@ def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) ->
 
 
 def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
-    """Returns the same as `slice_config`, except that no layer selects experts by token id."""
+    """Returns the configuration that `slice_config` returns, except that no layer selects experts by token id."""
     sliced = slice_config(config, layers, repeats)
     return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
 
@@ -82,8 +82,8 @@ def _sliced_specs(config, numbers):
 def layer_kinds(config: DSV4Config) -> dict[int, int]:
     """Returns {index of the first layer of a kind: number of layers of this kind} for all kinds of layers.
 
-    Two layers are of the same kind if they use the cache in the same way, if this also holds for the layers that they
-    read from, and if both have Engram or neither has.
+    Two layers are of the same kind if they use the cache in the same way, and so do the layers that they read from. A
+    layer with Engram and one without it are of different kinds.
     """
     firsts = {}  # {properties of a kind: index of the kind's first layer}
     counts = collections.Counter[int]()
@@ -97,7 +97,7 @@ def chosen_layers(config: DSV4Config, count: int) -> tuple[int, ...]:
     """Returns the indices of up to `count` layers that represent the model.
 
     The first layer of each kind is chosen, with the layers that it needs, unless the result would exceed `count`. Then
-    other layers are added in ascending order in the same way.
+    the model's other layers are added in ascending order under the same condition.
     """
     chosen = set()
     for layer in (*layer_kinds(config), *range(config.num_hidden_layers)):

@@ -57,8 +57,8 @@ def chosen_cases(
 ) -> Iterator[Case]:
     """Yields the cases to measure.
 
-    Without a GPU, large cases are left out. If the labels of several cases differ only in numbers, only the first of
-    these cases is measured then.
+    Without a GPU, large cases are left out, and of several cases whose labels differ only in numbers only the first is
+    measured.
 
     Args:
       config: configuration of the model.

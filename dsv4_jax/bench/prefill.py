@@ -37,8 +37,8 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
     contexts are measured in a cache for the longest context, so that a program is compiled only once for each kind of
     layer and size of a chunk.
 
-    On a GPU, a time is the sum of the kernels' times, without the embedding, the head and sampling. Without a GPU, the
-    packaged model replaces `config`, and a time is the time of the whole step.
+    On a GPU, a time is the sum of the kernels' times, without the embedding, the head and sampling. Without a GPU, a
+    time is the time of the whole step, and the packaged model replaces a released model.
 
     Args:
       config: configuration of the model.

@@ -41,7 +41,8 @@ COLUMNS = {
     "compilations": "{compilations} + {compilations_later}",
     "same tokens": "{same_tokens}",
 }
-# A script lists conversations, each a list of turns: (new tokens of the prompt, number of tokens of the reply).
+# A script lists conversations. A conversation lists turns, each of which is a message of the user and a reply:
+# (new tokens of the prompt, number of tokens of the reply).
 Script = list[list[tuple[list[int], int]]]
 # A run also counts the compilations of these jitted functions, which read, write or copy the bytes of requests.
 MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.read_blocks, moves.write_blocks
@@ -51,7 +52,7 @@ MOVES: Any = moves.read_request, moves.write_request, moves.copy_request, moves.
 class Workload:
     """The conversations to serve, described by the options of `dsv4-jax bench serve`.
 
-    A turn sends all preceding turns of the conversation and a new message.
+    A turn is a request that sends all earlier messages and replies of the conversation and a new message.
 
     Attributes:
       conversations: number of conversations.

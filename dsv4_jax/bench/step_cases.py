@@ -23,11 +23,12 @@ WARM_UP = 4  # number of steps before the first measured one; XLA records its CU
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """Steps of one batch size and kind at one context.
+    """Steps of one batch size, with one number of tokens and of drafts per request, at one context.
 
     Attributes:
       steps: runs the steps.
-      context: number of tokens that a request holds at the end of a measurement, or before a chunk of a prompt.
+      context: maximum number of tokens that a request holds while decode steps are measured; with chunks of a prompt,
+        number of tokens before the chunk.
       skew: skew of the model's routers, see `checkpoint.random_weights.random_model`.
     """
 
@@ -41,7 +42,7 @@ class StepCase:
         return CHUNK_STEPS if self.steps.is_prefill else STEPS
 
     def begin(self, count: int) -> None:
-        """Starts requests and runs `count` steps, each until it is complete."""
+        """Starts requests and runs `count` steps. Waits until a step is complete before the next one is launched."""
         self.steps.start_requests(self.context - (0 if self.steps.is_prefill else MARGIN))
         self._run(count)
 
@@ -73,8 +74,8 @@ class StepCase:
         """Returns the result of the case. On a GPU, steps run again, so that their kernels are measured.
 
         The result includes the floor, a lower bound of the time of a step. For a decode step, this is the time to read
-        the step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the time to read the bytes
-        except the head's weights, or the time of the layers' matrix products, whichever is longer.
+        the step's bytes at the report's bandwidth of a copy. For a chunk of a prompt, it is the larger of two times: to
+        read the bytes except the head's weights, and to compute the layers' matrix products.
 
         Args:
           times: the result of `time`.

@@ -23,8 +23,8 @@ from dsv4_jax.parallel.mesh import check_divisible, check_shardable
 from dsv4_jax.quant import KVFormat, quantized_shapes
 
 
-# Requests start this number of tokens before the measured context. Each step that warms up or is measured makes a
-# request one token longer.
+# Requests start this number of tokens before the context, so that no measured step exceeds it. Each step that warms up
+# or is measured makes a request one token longer.
 MARGIN = 4 * DRAWS
 MAX_TABLE_BYTES = 8 << 30  # maximum bytes of Engram's tables on a device; far more than the L2 cache holds
 ENGRAM_KIND = "FP8_ROWS"  # storage of Engram's tables
@@ -120,8 +120,7 @@ class StepOptions(ModelSetup):
 
     Attributes:
       batches: batch sizes to measure, in requests.
-      contexts: contexts to measure: numbers of tokens that a request holds after the last measured decode step, or
-        before a chunk of a prompt.
+      contexts: contexts to measure, in tokens, see `step_cases.StepCase.context`.
       chunks: chunk sizes to measure: numbers of tokens of one prompt that a step reads; empty for decode steps.
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
@@ -153,7 +152,7 @@ class StepOptions(ModelSetup):
 
     @property
     def step_sizes(self) -> list[tuple[int, int]]:
-        """The kinds of steps to measure: (tokens of a request in a step, tokens that the step then drafts for it)."""
+        """The kinds of steps to measure: (tokens that a step runs, tokens that it then drafts), both per request."""
         if self.chunks:
             return [(chunk, 0) for chunk in self.chunks]
         verify = 1 + self.drafts

@@ -58,7 +58,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
     for path, weight in nnx.to_flat_state(nnx.state(model)):
         is_draft = path[0] == "drafts"
         is_expert = "experts" in path
-        # The number of inputs that are multiplied by a weight while it is read once.
+        # The number of inputs that are multiplied by the weight each time that the weight is read.
         rows = requests * (config.drafts.block_size if is_draft and config.drafts else tokens)
         experts, selected = config.layer_experts(config.num_hidden_layers if is_draft else 0)
         share = selected / experts  # share of the layer's experts that one token selects
@@ -75,7 +75,7 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
 
 
 def cache_work(steps: RandomSteps, context: int) -> tuple[int, int]:
-    """Returns the operations and the bytes read by attention and indexers, per device, for one request in a step.
+    """Returns the work of attention and indexers for one request in a step, on one device: (operations, bytes read).
 
     Args:
       steps: runs the step.

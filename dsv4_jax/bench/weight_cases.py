@@ -15,8 +15,8 @@ from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, encode_e4m3, fp8_kind, quantized_shapes
 
 
-# Kernel and XLA add float32 products in different orders, so a sum may be rounded to the next bfloat16, by up to 2**-7
-# of a value.
+# The kernel and XLA add float32 products in different orders, so a sum may be rounded to the next bfloat16. The two
+# results then differ by up to 2**-7 of the value.
 _LINEAR_AGREES = close(relative=2**-7, absolute=1e-3)
 _DISJOINT = 8  # in cases of up to this many tokens, no two tokens select the same expert
 _MAX_XLA = 2048  # maximum number of tokens that XLA's version computes at a time; 8,192 would take 96 GiB
@@ -58,7 +58,7 @@ def linear_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _attention_shapes(config, devices=1):
-    """Returns the shapes of attention's sharded maps, as shards on one of `devices` devices."""
+    """Returns {name of a sharded linear map of attention: shape of its shard on one of `devices` devices}."""
     groups = config.o_groups // devices
     group_width = config.num_attention_heads * config.head_dim // config.o_groups
     return {
@@ -69,7 +69,7 @@ def _attention_shapes(config, devices=1):
 
 
 def _small_block_cases(config, devices):
-    """Yields cases of the maps in FP8 with small blocks, in the shapes of a shard on one of `devices` devices."""
+    """Yields cases of linear maps in FP8 with small blocks. A map has the shape of a shard on one of `devices`."""
     hidden = config.hidden_size
     inner = config.n_shared_experts * config.moe_intermediate_size // devices
     shapes = _attention_shapes(config, devices)
@@ -181,7 +181,7 @@ def _experts_case(config, kind, tokens, inner, *, has_shared=False):
 
     def call(weights, shared, *arrays, implementation):
         def run(arrays):
-            """Computes the experts of up to `_MAX_XLA` tokens if XLA computes, else of all tokens."""
+            """Computes the experts of the given tokens: at most `_MAX_XLA` tokens with XLA, all tokens otherwise."""
             options = {"limit": config.swiglu_limit, "implementation": implementation}
             return ops.experts(*arrays, *weights, shared=shared, **options)
 
@@ -238,7 +238,7 @@ def _hyper_connections_case(config, tokens):
         return ops.hyper_connections(streams, mixing, norm, *others, implementation=implementation)
 
     def agree(result, expected):
-        """Allows bfloat16 values up to 8 to differ by rounding, and float32 coefficients by the effect of this."""
+        """Allows rounding errors of bfloat16 values up to 8, and their effect on float32 coefficients."""
         if result.dtype == jnp.float32:
             return close(1e-3, 1e-4)(result, expected)
         return close(2**-7, 2**-4)(result, expected)
@@ -268,7 +268,7 @@ def router_cases(schema: CacheSchema) -> Iterator[Case]:
 
 
 def _router_case(config, tokens, *, hashed):
-    """Returns a case of `ops.router`, whose experts a table selects by token id if `hashed` is True."""
+    """Returns a case of `ops.router`. If `hashed` is True, a table selects the experts by token id."""
     experts = config.n_routed_experts
     width = config.hidden_size
     top_k = config.num_experts_per_tok

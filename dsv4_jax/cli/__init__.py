@@ -45,7 +45,7 @@ def _exit_at_interrupt():
     """Makes Ctrl-C end the process at once, without a traceback.
 
     Python runs signal handlers only between its own instructions, and so not while XLA compiles. A thread therefore
-    reads signals from the wakeup pipe.
+    reads signals from a pipe, to which Python writes them at once (`signal.set_wakeup_fd`).
     """
 
     def end(*_):

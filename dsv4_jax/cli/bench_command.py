@@ -175,7 +175,7 @@ class PrefillBench(ModelBenchmark):
 class ServeBench(Benchmark):
     """Times an engine: the packaged model on synthetic conversations, or a model of any size with random weights.
 
-    Without --config, the conversations share system prompts, and every turn sends the whole history again. They are
+    Without --config, the conversations share system prompts, and every request sends the whole history again. They are
     served without and with a prefix cache. A system prompt has 280 to 330 tokens, a message 16 to 80 and a reply 16 to
     32. Reports throughput, time to the first token, the share of prompt tokens that the cache held, and the number of
     compiled programs.

@@ -40,8 +40,8 @@ class ScoreCommand(ModelOptions):
         that all tokens go in chunks.
       index_topk: number of entries that a token attends to in CSA layers. Default: as in config.json.
       window_only: attend to the sliding window only, in all layers.
-      drafts: number of drafts K; also write draft_tokens [B, T-1, K] int32, greedy drafts of the model's draft layers
-        after tokens 0 to t for each t from 1, and draft_logits [B, T-1, K, vocab] float32. With DSpark also confidence
+      drafts: number of drafts K; also write greedy drafts of the model's draft layers after tokens 0 to t, for t from 1
+        to T-1: draft_tokens [B, T-1, K] int32 and draft_logits [B, T-1, K, vocab] float32. With DSpark also confidence
         [B, T-1, K] float32, the logits of the drafts' probabilities to be accepted.
       layers: also write attn_in_L and attn_out_L [B, T, hidden] float32, the input and output of attention in layer L.
     """

@@ -108,7 +108,7 @@ def _score_drafts(model, cache, batch, streams, next_tokens, count, per_row):
         return cache, results
 
     def by_token(x):
-        """Returns [T, ...] from [per_row, slots, ...]. The batch may have padding behind the tokens of all slots."""
+        """Returns `x`, [per_row, slots, ...], as [T, ...] in the batch's order. The batch's padding gets zeros."""
         x = x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
         return jnp.pad(x, [(0, len(batch.positions) - len(x)), *[(0, 0)] * (x.ndim - 1)])
 

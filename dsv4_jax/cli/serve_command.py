@@ -28,7 +28,7 @@ _SWITCH_SECONDS = 5e-4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeCommand(RandomModelOptions):
-    """Serves a model over HTTP, in OpenAI's protocol.
+    """Serves a model over HTTP, in OpenAI's and Anthropic's protocols.
 
     OpenAI's clients connect to http://HOST:PORT/v1: the openai package, chat front ends, load generators. The page at /
     takes a prompt and shows tokens, accepted drafts and cache use. /health, /ready and /metrics (Prometheus) are
@@ -47,13 +47,13 @@ class ServeCommand(RandomModelOptions):
     Attributes:
       checkpoint: folder with config.json and safetensors files, and tokenizer.json for text. Default: the packaged
         model.
-      host: address to listen at. One that other machines reach needs an API key.
+      host: address to listen at. An address that other machines reach needs an API key, or --insecure.
       port: port to listen at; 0 takes a free one.
       api_key: key that clients must send as Authorization: Bearer KEY. Default: the environment variable
         DSV4_JAX_API_KEY, which other users of the machine do not see.
       insecure: listen at any address without an API key.
-      allowed_hosts: additional names by which clients may call the server, separated by commas. Others are refused if
-        this option is given, or if the server listens at this machine's own addresses without an API key.
+      allowed_hosts: additional names by which clients may call the server, separated by commas. Other names are refused
+        if this option is given, or if the server listens at this machine's own addresses without an API key.
       model_name: name of the model in the API. Default: the name of the checkpoint's folder.
       max_requests: maximum number of running requests; each has a slot in the cache.
       max_waiting: maximum number of requests that wait for a slot; further ones get status 429.

@@ -32,8 +32,8 @@ def plan_weights(
 ) -> dict[str, dict[str, int]]:
     """Returns the bytes of a model's weights, stored as in the release: {kind: {"model", "device", "replicated"}}.
 
-    "model" counts the whole model, "device" what each device of the mesh holds, and "replicated" the part of this that
-    all devices hold alike. Kinds without weights are left out.
+    "model" counts the whole model, and "device" the weights on each device of the mesh. "replicated" counts those of a
+    device's weights that every device holds. Kinds without weights are left out.
 
     Args:
       config: configuration of the model.
@@ -51,7 +51,7 @@ def plan_weights(
     whole = parameter_views(abstract_model(config))
     sharded = parameter_views(abstract_model(config, mesh, expert_parallel=expert_parallel))
     report = {kind: {"model": 0, "device": 0, "replicated": 0} for kind in KINDS}
-    # Maps or layers that share an array have a path each. The array counts at one of these paths only.
+    # An array that several linear maps or layers share has several paths. It counts at one of these paths only.
     paths = {id(view.variable): path for path, view in sharded.items()}
     for path in paths.values():
         kind = next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))

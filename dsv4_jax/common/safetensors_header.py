@@ -75,8 +75,8 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorHeader, slice]], dict
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: the file is empty, a Git LFS pointer, truncated or damaged; or it has a tensor whose dtype is not in
-        `DTYPES` or whose shape has more than 32 axes or a size above 2**48.
+      ValueError: the file is empty, a Git LFS pointer, truncated or damaged; or a tensor has a dtype that `DTYPES`
+        lacks, more than 32 axes, or an axis above 2**48.
     """
     if path.stat().st_size == 0:  # also true for a pipe, from which reading would block
         raise ValueError(f"{path} has 0 bytes: it is truncated or no safetensors file.")

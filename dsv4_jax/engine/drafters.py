@@ -30,8 +30,9 @@ class Drafter(Protocol):
 class PromptLookup:
     """A drafter that looks up the request's newest tokens in its earlier tokens (n-gram lookup).
 
-    The guess is the tokens that followed the latest earlier occurrence. The drafter needs no model. Guesses are good
-    for text that repeats its prompt, such as edited code, quotations or tool output, and useless for other text.
+    It guesses the tokens that followed the latest earlier occurrence of the newest tokens, and needs no model. Guesses
+    are good for text that repeats its prompt, such as edited code, quotations or tool output, and useless for other
+    text.
 
     Attributes:
       longest, shortest: maximum and minimum number of newest tokens to look for. The longest n-gram that occurs earlier
@@ -48,7 +49,7 @@ class PromptLookup:
     def draft(self, tokens: np.ndarray, count: int) -> list[int]:
         """Returns the tokens that followed the latest earlier occurrence of the newest tokens; see `Drafter`."""
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            # An earlier occurrence may begin at each position in `starts`, which the n-gram's tokens filter in turn.
+            # `starts` holds the positions where an earlier occurrence may begin. Each token of the n-gram filters them.
             starts = np.arange(len(tokens) - size)
             for offset in range(size):
                 starts = starts[tokens[starts + offset] == tokens[len(tokens) - size + offset]]
@@ -72,7 +73,7 @@ def accept(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
         `drafts[:i]`.
 
     Returns:
-      1 to k + 1 tokens, the first of `drawn`.
+      The first 1 to k + 1 tokens of `drawn`.
     """
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == drawn[accepted]:

@@ -136,9 +136,9 @@ class Engine(Summarized):
         engine's `warm_up` waits until they are compiled.
 
         Args:
-          outline: a `CompiledModel` without weights, made of the module that `load_checkpoint` passes to its argument
-            `on_outline`, and of the model's `expert_memory` if there is one. The module has `jax.ShapeDtypeStruct` in
-            place of arrays.
+          outline: a `CompiledModel` without weights. Its module is the one that `load_checkpoint` passes to the
+            function `on_outline`, with `jax.ShapeDtypeStruct` in place of arrays. Its `expert_memory` is that of the
+            model, if there is one.
           manager, drafter, options: as for the engine. The manager must hold no request.
 
         Raises:
@@ -371,7 +371,8 @@ class Engine(Summarized):
             if request.finish_reason is not None:
                 break
             self._run_step(decode=True)
-        # The caller has all tokens. Otherwise streams without a call of `step` would keep every request in memory.
+        # The caller has all tokens, so `step` need not return them. If they stayed here, streams without a call of
+        # `step` would keep every request in memory.
         self._scheduler.pending_outputs.pop(request, None)
         if request.error is not None:
             raise request.error
@@ -485,7 +486,7 @@ class Engine(Summarized):
         """Waits for a step's output and gives each request its tokens."""
         scheduler = self._scheduler
         scheduler.current = launched.schedule.requests
-        output = jax.tree.map(np.asarray, launched.output)  # the copy was started; `device_get` would start another one
+        output = jax.tree.map(np.asarray, launched.output)  # the copy was started; `device_get` would start it again
         self._metrics.steps += 1
         self._metrics.mixed_steps += launched.batch.prefill
         scheduler.update(launched, output, self._launched)

@@ -22,8 +22,8 @@ class EngineConfig:
         slot.
       draft_tokens: maximum number of drafts of a request that a step verifies, less than the manager's
         `max_query_tokens`. None = the largest number allowed with a drafter, and 0 without one.
-      min_confidence: minimum probability that a draft is accepted, as in `decode.drafts.DraftOptions`. It must be 0
-        unless the drafts come from the model's own layers.
+      min_confidence: minimum estimated probability that a draft is accepted, as in `decode.drafts.DraftOptions`. Must
+        be 0 if the drafts do not come from the model's own layers.
       batch_invariant: whether all steps run in one program of `token_budget` tokens, so that logits do not depend on
         the batch. Without it, matrix products with different numbers of rows may add in different orders. The last bit
         of a logit can then depend on whether its token ran in a prompt's chunk, alone or as a draft. The option makes

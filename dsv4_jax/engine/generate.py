@@ -29,8 +29,8 @@ def stream(
 ) -> Iterator[tuple[int, int]]:
     """Generates for many prompts with an `Engine`, and yields each token as soon as it is known.
 
-    A request waits until a slot and enough blocks are free. A step runs up to `chunk` prompt tokens, and one token of
-    each running request. A request's tokens do not depend on which other requests run.
+    A request waits until a slot and enough blocks are free. A request's tokens do not depend on which other requests
+    run.
 
     Args:
       model: the model.
@@ -38,9 +38,10 @@ def stream(
       prompts: for each request [n] token ids.
       max_new_tokens: maximum number of tokens that a request gets.
       seed: seed of the first request; request i draws with seed + i.
-      chunk: maximum number of prompt tokens per step.
-      drafts: number of tokens that the model's draft layers draft per request for the next step to verify, less than
-        the manager's `max_query_tokens`, or DraftOptions. Drafts change no token.
+      chunk: number of prompt tokens for which a step has room while all other slots decode. With idle slots, a step
+        runs more prompt tokens.
+      drafts: number of tokens per request that the model's draft layers guess in each step and the next step verifies;
+        or DraftOptions. It must be less than the manager's `max_query_tokens`. Drafts change no token.
       params: further fields of `RequestParams`, such as `sampling` and `stop_tokens`. Stop tokens are yielded too.
 
     Yields:

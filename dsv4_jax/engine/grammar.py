@@ -33,8 +33,8 @@ class Vocabulary:
 
         Args:
           tokenizer: a tokenizer of bytes: BPE with a `ByteLevel` or `ByteFallback` decoder.
-          size: number of tokens in the model's vocabulary, at least the tokenizer's number. Ids that the tokenizer
-            lacks are never drawn under a grammar.
+          size: number of tokens in the model's vocabulary, at least that of the tokenizer. Ids that the tokenizer lacks
+            are never drawn under a grammar.
           end_tokens: ids of the tokens that end an answer, at least one.
 
         Raises:
@@ -115,12 +115,12 @@ def token_masks(
     """Finds the tokens that grammars allow in each row of a step's logits.
 
     The first row of a matcher follows the tokens that the matcher has read. The next rows each follow one more draft.
-    Several threads are used if there are at least four cores.
+    Several threads handle the matchers with drafts, and the other matchers if there are at least four cores.
 
     Args:
-      rows: (matcher, its first row, its draft tokens) for each matcher.
-      num_rows: number of rows in all. A row allows all tokens if it belongs to no matcher, or follows a draft that the
-        grammar does not allow.
+      rows: (matcher, index of its first row, its draft tokens) for each matcher.
+      num_rows: number of rows of the logits. A row allows all tokens if it belongs to no matcher, or follows a draft
+        that the grammar does not allow.
       vocab_size: number of tokens in the vocabulary.
 
     Returns:

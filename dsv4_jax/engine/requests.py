@@ -94,7 +94,8 @@ class Request(Summarized):
     Attributes:
       id: the caller's name for the request, or its order if the caller gave none.
       params: RequestParams.
-      order: number of the request in its engine. Of requests with equal priority, the lowest is served first.
+      order: number of the request in its engine. Of requests with equal priority, the one with the lowest order is
+        served first.
       device_drafts: [n] int32 drafts of its next tokens, which its most recent step made on the device.
       drafted_tokens: number of its drafts that were verified.
       prompt_length: number of tokens in its prompt.

@@ -160,7 +160,7 @@ class StepRunner:
 
     @contextlib.contextmanager
     def _counts_draws(self):
-        """Adds compilations of `draw_step`, which is no program of the model, to `compilations`."""
+        """Adds the body's compilations of `draw_step` to `compilations`. The model does not count this program."""
         before = draw_step._cache_size()
         yield
         self._compilations_before -= draw_step._cache_size() - before
@@ -227,8 +227,8 @@ class StepRunner:
     def _logprob_options(self, schedule, first_rows):
         """Returns LogprobOptions of NumPy arrays.
 
-        `forced_tokens` are the known tokens whose log-probabilities are wanted. `wants_top` is whether any request with
-        output rows asks for the likeliest tokens.
+        `forced_tokens` has, for each output row, the known token whose log-probability is wanted, or -1. `wants_top` is
+        whether any request with output rows asks for the likeliest tokens.
         """
         forced = np.full((self._manager.shards.count * self.decode_size,), -1, np.int32)
         num_rows = schedule.num_rows
@@ -291,7 +291,7 @@ class StepRunner:
         return sizes, cache
 
     def _kinds_of_steps(self):
-        """Returns (count, has_grammars) for each program: a step with one request of `count` tokens runs in it."""
+        """Returns a step that runs in each program, as (number of tokens of its only request, has_grammars)."""
         schema = self._manager.schema
         # The first count is for the mixed program: it exceeds `max_query_tokens`, if the budget and the context allow
         # it. The second is for the decode program.
@@ -321,7 +321,7 @@ class StepRunner:
     def _compile(self, cache, launched, masks, function, args, options):
         """Compiles the program of a step.
 
-        If `draw_step` draws the step's tokens, it is run on zeros, so that it is compiled, too; not on a mesh.
+        If `draw_step` draws the step's tokens, runs it on zeros to compile it too, except on a mesh.
         """
         self.model.prepare(function, cache, *args, **options)
         if masks is not None and self._manager.devices.mesh is None:

@@ -84,7 +84,7 @@ class Scheduler:
           children: the copies, from `Request.child`.
           in_flight: the step that was launched and not read, if any.
         """
-        # A copy gets one of `slots`, or waits with the bytes `offloaded`. With None, it runs all tokens again.
+        # A copy gets one of `slots`, or waits with the bytes `offloaded`. If these are None, it runs all tokens again.
         offloaded = request.offloaded
         slots = []
         slot = request.slot
@@ -224,7 +224,8 @@ class Scheduler:
             sources = newest[slots]
             certain = known + (sources >= 0)
             known = known + drawn[slots]  # counts all drafts as accepted
-        # A request needs at most this number of drafts. Drafts past the request's end never count as accepted.
+        # The first limit is the request's end, because drafts past the end never count as accepted. The second limit
+        # keeps all drafts within `max_context`.
         max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
         unread = known - self.manager.lengths[slots]
         can_decode = (unread == 1) & (known < limits) & decode
@@ -287,7 +288,7 @@ class Scheduler:
         self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
 
     def _forget_rejected(self, schedule, follower):
-        """Rewinds requests by their rejected drafts. Returns [n] the number of each one's tokens left in the cache."""
+        """Rewinds requests by their rejected drafts. Returns the number of each request's tokens in the cache, [n]."""
         lengths = schedule.ends
         drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
         followed = set()
@@ -348,8 +349,8 @@ class Scheduler:
           decode: whether a request's newest known token may run. If this token runs, a new token is drawn after it.
         """
         shards = self.manager.shards
-        # For each shard, `budget` is the number of tokens left in the budget, and `free_rows` the number of output rows
-        # left after one row is set aside for each reader.
+        # Both arrays have a number for each shard. `budget` counts the tokens that the step has room for beside the
+        # decode tokens. `free_rows` counts the unused output rows, without one row that is set aside for each reader.
         budget = np.full((shards.count,), self.config.token_budget)
         free_rows = np.full((shards.count,), self.config.decode_size(shards.slots))
         decode_shards = shards.of(schedule.numbers["slot"])
@@ -379,13 +380,13 @@ class Scheduler:
         return Schedule.of(requests, tokens, start=starts, num_scored=num_scored, samples=samples, is_prefill=True)
 
     def _fits(self, request, num_tokens):
-        """Returns whether a shard has room for a request, whose cached prefix needs none."""
+        """Returns whether any shard has room for a request. The request's cached prefix needs no room."""
         if self.prefix is not None and request.offloaded is None and not request.scores_prompt:
             return self.prefix.fits(request.tokens, num_tokens, salt=request.params.prefix_salt)
         return self.manager.fits(num_tokens)
 
     def _admit(self, request, num_tokens):
-        """Admits a request and returns its slot. Restores what host memory or the prefix cache holds of it."""
+        """Admits a request and returns its slot. Restores its bytes from host memory, or its cached prefix."""
         if request.offloaded is not None:
             slot, self.cache = resume(self.manager, self.cache, request.offloaded, num_tokens=num_tokens)
         elif self.prefix is not None and not request.scores_prompt:  # scored tokens must run

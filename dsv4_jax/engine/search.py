@@ -28,7 +28,7 @@ class Candidate:
     logprob: float
 
     def score(self, length_penalty: float = 1.0) -> float:
-        """Returns `logprob / len(tokens) ** length_penalty`. 1 gives the mean over tokens, and 0 the sum."""
+        """Returns `logprob / len(tokens) ** length_penalty`. A penalty of 1 gives the mean over tokens, 0 the sum."""
         return self.logprob / len(self.tokens) ** length_penalty
 
 
@@ -95,10 +95,11 @@ def beam_search(
     `max_new_tokens`.
 
     Args:
-      model, manager, max_new_tokens, stop_tokens, chunk: as for `stream`. The manager must have `beams` slots.
+      model, manager, max_new_tokens, stop_tokens: as for `stream`. Each shard of the manager must have `beams` slots.
       prompt: [n] token ids.
       beams: number of unfinished answers to keep.
       length_penalty: answers are compared by `Candidate.score(length_penalty)`.
+      chunk: maximum number of prompt tokens per step.
 
     Returns:
       Up to `beams` answers, the best first.
@@ -166,9 +167,10 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
 
 
 def _follow_parents(manager, cache, slots, parents):
-    """Gives each new answer a slot: that of its parent, or of a fork of its parent.
+    """Gives each new answer the slot of its parent, or of a fork of its parent.
 
-    The parent is the answer that the new one continues by a token. Parents without a new answer are released first.
+    The parent is the answer of the previous step that the new answer continues by a token. Parents without a new answer
+    are released first.
 
     Args:
       manager: the manager.

@@ -11,7 +11,7 @@ from dsv4_jax.decode.step import StepOutput
 from dsv4_jax.engine.requests import Request
 
 
-# Stands for the id of a token that only the device knows.
+# `Schedule.tokens` has this placeholder for a request whose newest token only the device knows.
 UNKNOWN = np.zeros((1,), np.int32)
 NO_DRAFTS = np.zeros((0,), np.int32)
 SCHEDULED = np.dtype(

@@ -108,8 +108,8 @@ class AnswerText:
       stopped: whether a stop string was found, after which no text follows.
     """
 
-    # This number of final prompt tokens is decoded with the new tokens, since a character may begin in one of them. A
-    # character has at most 4 bytes and so at most 4 tokens.
+    # The number of final prompt tokens that are decoded with the new tokens, since a character may begin in the prompt.
+    # 8 suffice: a character has at most 4 bytes and so at most 4 tokens.
     _CONTEXT = 8
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] | np.ndarray, stops: Sequence[str]):

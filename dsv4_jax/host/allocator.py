@@ -18,8 +18,8 @@ class BlockAllocator:
     contiguous range of the shard's ids. A new allocator hands out blocks of all devices of a shard in rotation.
 
     A block's reference count is the number of its owners, 0 for a free block. A method with bad arguments raises and
-    changes nothing. If an exception interrupts a method, `recount` restores the counts from the blocks that the owners
-    list.
+    changes nothing. If an exception interrupts a method, `recount` rebuilds the counts from the owners' lists of
+    blocks.
 
     Attributes:
       num_blocks: number of blocks, free or not, in all shards.

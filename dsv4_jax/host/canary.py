@@ -68,7 +68,7 @@ def check_snapshot(schema: CacheSchema, node: Any, reader: str) -> None:
 
 
 def _check(reader, what, since, before, now):
-    """Raises CacheCorruptionError if a checksum in `before` differs from the one in `now`, one for each layer."""
+    """Raises CacheCorruptionError if the lists `before` and `now`, a checksum for each layer, differ."""
     changed = [layer for layer, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
     if changed:
         raise CacheCorruptionError(

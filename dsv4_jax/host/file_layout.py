@@ -20,7 +20,7 @@ class FileLayout:
     """The format of one kind of file: a header, arrays, a SHA-256.
 
     Attributes:
-      kind: "block", "snapshot" or "request", which is the extension of a file of a prefix cache.
+      kind: "block", "snapshot" or "request"; the files of a prefix cache have their kind as the extension.
       header: the bytes that every file begins with.
       nbytes: size of a file in bytes.
     """
@@ -49,7 +49,8 @@ class FileLayout:
         """Returns the contents of n files.
 
         Args:
-          digests: for each file the bytes that its SHA-256 begins with, which are not stored: a 32-byte digest.
+          digests: for each file the bytes that its SHA-256 covers in addition to the stored ones: the 32-byte digest
+            of a cached block, or b"" for a request.
           tree: pytree of the NumPy arrays [layers, n * rows, ...] of all files.
         """
         leaves = list(zip(jax.tree.leaves(tree), [struct.shape[1] for struct in self._structs], strict=True))

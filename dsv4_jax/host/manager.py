@@ -31,7 +31,7 @@ TokenIds = Sequence[int] | np.ndarray | jax.Array
 class KVCacheManager(Summarized):
     """Admits requests, reserves their blocks and builds the inputs of each step.
 
-    A request owns a slot, which stands for fixed rows on the device, and a list of blocks from a paged pool. The
+    A request owns a slot, which has fixed rows on the device, and a list of blocks from a paged pool. The
     manager knows every length without asking the device. It does not keep the cache itself: the caller passes this
     pytree from step to step.
 
@@ -84,7 +84,7 @@ class KVCacheManager(Summarized):
           memory: memory for the cache on each device, in bytes or as text ("20GiB"). The cache takes less if requests
             of `max_context` tokens in all slots need less.
           num_blocks: number of blocks in each compressed pool, in all shards together.
-          max_requests: number of slots, and the smallest number of tokens that a step is padded to.
+          max_requests: number of slots, and by default the smallest number of tokens that a step is padded to.
           mesh: devices that hold the cache, for instance `jax.make_mesh((2, 4), ("data", "model"))`. Slots and blocks
             are sharded over "data", each shard with its own requests. Each device along "model" holds a whole shard.
             `load_checkpoint` takes the same mesh. None = the default device.
@@ -133,7 +133,7 @@ class KVCacheManager(Summarized):
         return self.use() | self.schema.summary() | rooms
 
     def use(self) -> dict[str, Share]:
-        """Returns {name: share in use} of the slots and of the blocks, for a repr."""
+        """Returns how many slots and blocks are in use, for a repr, as {"slots": Share, "blocks": Share}."""
         schema = self.schema
         return {
             "slots": Share(len(self.slots), schema.max_requests),
@@ -473,9 +473,9 @@ class KVCacheManager(Summarized):
         after["published_blocks"] = np.maximum(
             before["published_blocks"], -(-(after["length"] + reserve) // block_tokens)
         )
-        # `max_blocks` bounds the number of new blocks in a shard. It has three terms: the blocks of `reserve` for each
-        # slot, the blocks that the step's tokens would fill if they belonged to one request, and one block for each
-        # slot, because the number of blocks of each request is rounded up.
+        # `max_blocks` bounds the number of new blocks in a shard. Each slot may need the blocks of `reserve`, and one
+        # more because its number of blocks is rounded up. The step's tokens need at most as many blocks as if they
+        # belonged to one request.
         max_blocks = self.shards.slots * (1 + table.blocks_for(reserve))
         max_blocks += table.blocks_for(len(layout.slots) // self.shards.count)
         positions = layout.place(consecutive(before["length"], counts), -1)
@@ -601,7 +601,7 @@ class KVCacheManager(Summarized):
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
           length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's
-            newest token again. This takes a token that a step has run in the slot, not one that was restored there.
+            newest token again. This needs a newest token that a step has run in the slot, not a restored one.
 
         Returns:
           (the new slots, the cache).
@@ -708,7 +708,7 @@ class KVCacheManager(Summarized):
           source: slot whose rows are copied.
           states: {slot: state} of the requests that get the rows. All hold the same number of tokens.
           block: the source's last block if it is filled in part; -1 = none.
-          copies: {slot: acquired blocks} to which `block` is copied.
+          copies: {slot: ids of the blocks acquired for the slot}; `block` is copied to all of them.
         """
         max_requests = self.schema.max_requests
         slots = padded(list(states), max_requests)

@@ -1,7 +1,7 @@
 """Moves requests out of the cache into host memory or files, and back.
 
-A request is saved as one safetensors file, see `FileLayout`. Its metadata say which model, weights and cache format the
-bytes are for, and the numbers that the shapes of its arrays follow from.
+A request is saved as one safetensors file, see `FileLayout`. The file's metadata name the model, the weights and the
+cache format, and hold the numbers that determine the shapes of its arrays.
 """
 
 import dataclasses
@@ -162,7 +162,8 @@ def resume(
         blocks = acquired[slot]
         rows = jax.tree.map(_fit, offloaded.rows, rows_struct(schema))
         new_cache = devices.write_request(cache, slot, length, blocks, devices.put(rows), blocks, offloaded.blocks)
-        # If this cache's rings have fewer spare rows than the request's earlier cache, it can be rewound less far.
+        # If this cache's rings have fewer spare rows than those of the request's earlier cache, the request can be
+        # rewound less far.
         min_length = max(offloaded.min_length, length - (schema.max_query_tokens - 1))
         state = RequestState(length, min_length, min_length, blocks, weights=offloaded.weights)
         record_write(table, cache, new_cache, {slot: state})
@@ -222,7 +223,7 @@ def blocks_struct(schema: CacheSchema, n: int) -> dict[str, PoolGroup]:
 
 
 def _fit(x, struct):
-    """Returns x [layers, n, width] with the shape of `struct`: drops its first rows, or puts zeros before them."""
+    """Returns `x`, [layers, n, width], with the n of `struct`: drops each layer's first rows, or puts zeros before."""
     x = x[:, max(0, x.shape[1] - struct.shape[1]) :]
     return np.pad(x, [(0, 0), (struct.shape[1] - x.shape[1], 0), (0, 0)])
 

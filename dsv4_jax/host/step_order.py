@@ -106,7 +106,7 @@ def record_empty(cache: KVCache, table: RequestTable) -> None:
 
 
 def origin(cache: KVCache) -> int:
-    """Returns the `origin` in a cache's record, which all caches have that come from one empty cache; 0 = no record."""
+    """Returns the `origin` in a cache's record, equal for all caches that come from one empty cache; 0 = no record."""
     contents = _record_of(cache.lengths)
     return 0 if contents is None else contents.origin
 
@@ -271,7 +271,7 @@ def _follow(table, old, new, slots, after, before=None):
     if contents.numbers is not before:
         merged = contents.numbers.copy()
         merged[slots] = after[slots]
-        # If possible, the record gets the very array of the table: `check_order` first compares by identity.
+        # If possible, the record holds the very array of the table, because `check_order` first compares by identity.
         numbers = after if np.array_equal(merged, after) else merged
     _record_newest(new, dataclasses.replace(contents, numbers=numbers))
 

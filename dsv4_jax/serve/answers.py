@@ -99,7 +99,7 @@ class Answer:
         raise NotImplementedError
 
     def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
-        """Returns an empty choice, which collects the text of request number `index` to the given prompt."""
+        """Returns an empty choice, which collects the text of request number `index`, an answer to `prompt`."""
         raise NotImplementedError
 
     def _events(self, choice: Any) -> list[bytes]:
@@ -222,7 +222,10 @@ class Answer:
             raise APIError(400, str(error), param=name) from None
 
     def _check_size(self, count: int) -> None:
-        """Raises APIError if samples would be equal, or too many requests (`count`) or log-probabilities are needed."""
+        """Raises APIError if samples would be equal, or the answer needs too many requests or log-probabilities.
+
+        `count` is the number of requests.
+        """
         engine = self._service.engine
         name = "best_of" if getattr(self._body, "best_of", None) else "n"
         if self._samples > 1 and self._body.temperature == 0:
@@ -357,7 +360,7 @@ def _score(choice: Any) -> float:
 
 
 async def run_off_loop[*Args, T](tokens: int, function: Callable[[*Args], T], *args: *Args) -> T:
-    """Calls a function that handles `tokens` tokens. With many tokens it runs outside the event loop's thread."""
+    """Calls a function that handles `tokens` tokens, outside the event loop's thread if these are more than 100."""
     return await asyncio.to_thread(function, *args) if tokens > 100 else function(*args)
 
 

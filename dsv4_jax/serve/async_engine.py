@@ -18,9 +18,9 @@ from dsv4_jax.engine.requests import FinishReason
 
 
 _log = logging.getLogger("dsv4_jax.serve")
-# At most 4 events are sent to clients at once, and 2.5 per millisecond, because sending an event holds the GIL for
-# 0.06 ms, and the engine needs the GIL for half of a short step. While a stream waits for its turn, its tokens collect,
-# and are then sent in one event. With 32 fast streams, these are the tokens of 13 ms.
+# At most 4 events are sent to clients at once, and 2.5 per millisecond. Sending an event holds the GIL for 0.06 ms, and
+# the engine needs the GIL for half of a short step. All tokens that a stream gets between two of its events are sent in
+# the later event. With 32 fast streams, each stream has an event every 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
 
@@ -34,7 +34,7 @@ class Update:
     """The state of one request of a `Generation` at some time.
 
     Attributes:
-      index: index of the request in the Generation: number of its prompt * n + number of its sample.
+      index: index of the request in the Generation: (index of its prompt) * n + (index of its sample).
       request: the request. The engine's thread may add further tokens to it, but does not change earlier ones. None if
         the request could not be added, was cancelled or failed together with others, or if the answer needs no request.
       num_generated: number of new tokens that the request had at that time.
@@ -72,8 +72,8 @@ class Generation:
     async def next_update(self, seconds: float) -> Update | None:
         """Waits up to `seconds` for the next update of any request. Returns None if there was none.
 
-        If a request has had several updates since the preceding call, only the newest is returned. So a slow caller
-        does not delay the engine. The final update of a request has a `finish_reason`.
+        Only the newest of a request's waiting updates is kept, so that a slow caller does not delay the engine. A
+        failure is kept beside the update before it. The final update of a request has a `finish_reason`.
         """
         # A timer is cheaper than `asyncio.wait_for`, which matters because this runs for each event.
         timer = asyncio.get_running_loop().call_later(seconds, self._has_news.set)
@@ -131,8 +131,8 @@ class AsyncEngine:
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
         self._stopping = False
-        # The event loop's thread uses these: updates of each request that wait to be handed over to Generations, the
-        # time of the next handover, and the timer of the handover.
+        # Only the event loop's thread uses these: the updates of each request that wait to be handed over to its
+        # Generation, the time of the next handover, and the timer that starts this handover.
         self._delivered: dict[_Key, list[Update]] = {}
         self._next_handover = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -188,7 +188,7 @@ class AsyncEngine:
     # --- The methods below run in the engine's thread. ---
 
     def _run(self):
-        """Compiles the programs, then runs commands and steps until `stop`. The thread's function."""
+        """The function of the thread. Compiles the programs, then runs commands and steps until `stop`."""
         try:
             self.engine.warm_up()
             self.metrics = self.engine.metrics
@@ -275,7 +275,7 @@ class AsyncEngine:
             self._update(key, request.finish_reason, request.error, request)
 
     def _update(self, key, finish_reason, error=None, request=None):
-        """Keeps an update until `_deliver`. With a request's first update, its followers start."""
+        """Keeps an update for `_deliver`. A request's first update also starts the request's followers."""
         _, index = key
         num_generated = 0 if request is None else request.num_generated
         self._updates.append((key, Update(index, request, num_generated, finish_reason, error)))
@@ -300,7 +300,7 @@ class AsyncEngine:
             self._timer = self._loop.call_at(self._next_handover, self._hand_over)
 
     def _hand_over(self):
-        """Hands updates over to their Generations: those of the requests that have waited longest."""
+        """Hands over updates to their Generations, first those of the requests whose updates have waited longest."""
         keys = list(itertools.islice(self._delivered, _EVENTS_AT_ONCE))
         for key in keys:
             generation, _ = key

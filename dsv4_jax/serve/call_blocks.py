@@ -29,7 +29,7 @@ class CallTags(NamedTuple):
 
     @property
     def heads(self) -> tuple[str, str]:
-        """The two texts that can follow a block's first `<`: its own tag and the tag of a call, or only the latter."""
+        """The two texts that can follow the first `<` of a block: the tags of block and call, or only a call's tag."""
         invoke = f'{CALL_TOKEN}{self.gap}invoke name="'
         return f"{self.start}<{invoke}", invoke
 

@@ -204,8 +204,8 @@ class Chat:
           generator: deepseek-recipe's generator of the protocol's events.
 
         Returns:
-          (the parser; the `CallBlocks` that turns tokens into the parser's input, or None if the answer's text is the
-          input).
+          (parser, blocks). `blocks` is the `CallBlocks` that turns tokens into the parser's input; None if the parser
+          reads the answer's text.
         """
         no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
         stage = recipe.ThinkingInitialStage.ContentContinuation
@@ -266,7 +266,7 @@ class ReleaseChat(Chat):
 
     def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
         # An answer with tool calls is stored if its prompt ends with `<think>` or `</think>`, perhaps followed by the
-        # beginning of a required tool call. After any other end, it continues a message that the prompt begins.
+        # beginning of a required tool call. Any other prompt ends within a message, which the answer continues.
         starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]
         begin = 1 + starts[-1]
         if message.tool_calls and list(prompt[begin:]) in ([], self._call_begin):
@@ -287,7 +287,7 @@ class ReleaseChat(Chat):
 
 
 class V41Chat(ReleaseChat):
-    """The encoding of DeepSeek-V4.1. Reasoning effort is a number, and system messages keep their places."""
+    """The encoding of DeepSeek-V4.1. Reasoning effort may be a number, and system messages keep their places."""
 
     special_tokens = (*_RELEASE_TOKENS, "<｜System｜>")
     call_tags = V41_TAGS
@@ -343,7 +343,8 @@ def find_release(folder: Path, config: DSV4Config) -> Release:
 def _find_field(kind: type, body: dict[str, Any], message: str) -> str | None:
     """Finds the field of a body, or the item of a field, that causes an error of deepseek-recipe.
 
-    Returns its name, such as "messages[3]", if this part alone causes the same error message; None if no part does.
+    Returns the name of the field or item, such as "messages[3]", which alone causes the same error message. Returns
+    None if there is no such part.
     """
     for field, value in body.items():
         items = [(f"{field}[{i}]", [item]) for i, item in enumerate(value)] if isinstance(value, list) else []

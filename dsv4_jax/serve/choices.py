@@ -12,7 +12,8 @@ from dsv4_jax.decode import TopLogprobs
 from dsv4_jax.serve.async_engine import Update
 
 
-# This number stands for -inf, which JSON lacks. vLLM sends the same number.
+# The likeliest tokens' log-probabilities are raised to at least this number, because JSON lacks -inf. vLLM sends the
+# same number.
 _MIN_LOGPROB = -9999.0
 
 

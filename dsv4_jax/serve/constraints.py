@@ -19,7 +19,8 @@ _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _CALL_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
 # The values of these keywords of a JSON schema are dicts of schemas.
 _PARTS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-# The values of these keywords are schemas, or lists or dicts of schemas. Definitions come first.
+# The values of these keywords are schemas, or lists or dicts of schemas. Definitions come first, so that an error names
+# the definition at fault and not a reference to it.
 _WITH_PARTS = (*_PARTS_BY_NAME, "prefixItems", "items", "anyOf", "oneOf", "allOf", "additionalProperties")
 _WITH_PARTS += ("additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 _WITH_PARTS += ("unevaluatedItems", "unevaluatedProperties")
@@ -139,7 +140,7 @@ def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def _moved(schema: Schema) -> Schema:
-    """Rewrites a schema's references, so that they stay valid in the definition `_` of another schema."""
+    """Rewrites a schema's references, so that they stay valid if it becomes the definition `_` of another schema."""
     return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
 
 
@@ -175,8 +176,8 @@ def _call_rules(
 def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str | None, Schema, bool]]:
     """Yields (name, schema, whether it is required) of each parameter of a tool.
 
-    The name None stands for parameters of any name, any number of times. Raises ValueError if a strict tool's schema
-    has a keyword that is not supported at the top.
+    With the name None, the schema is that of any number of parameters with any names. Raises ValueError if a strict
+    tool's schema has a keyword that is not supported at the top.
     """
     schema = schema if isinstance(schema, dict) else {}
     unknown = sorted(schema.keys() - _CALL_KEYWORDS)

@@ -372,7 +372,7 @@ class TextOptions(_Body):
 class ReasoningOptions(_Body):
     """Options of reasoning in Responses.
 
-    The response repeats `summary`. It has no other effect, because an answer always has its whole reasoning.
+    The response repeats `summary`. The field has no other effect, because an answer always has its whole reasoning.
     """
 
     effort: _Effort | None = None
@@ -485,8 +485,8 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
         raise APIError(400, "the body is nested too deeply") from None
     shown = "; ".join(map(_explain, wrong[:_MAX_ERRORS]))
     more = f"; and {len(wrong) - _MAX_ERRORS} more" if len(wrong) > _MAX_ERRORS else ""
-    # The message of an error that concerns several fields begins with a field's name or place, as "best_of=2 must be
-    # ..".
+    # If an error concerns several fields, its message begins with the name or place of one of them, such as
+    # "best_of=2 must be".
     location = wrong[0]["loc"] or re.findall(r"(\w+)(?==|[.\[:])", wrong[0]["msg"].removeprefix("Value error, "))
     raise APIError(400, shown + more, param=str(location[0])[:_MAX_NAME] if location else None)
 

@@ -9,8 +9,9 @@ from dsv4_jax.serve.async_engine import AsyncEngine
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# `_FIELDS` maps a prefix of the metrics' names to {field: description}. The prefixes stand for `EngineMetrics`,
-# `PrefixMetrics`, `PrefixFileMetrics` and `ExpertMetrics`, whose fields these are. All but `_GAUGES` are counters.
+# `_FIELDS` maps the prefix of a metric's name to {field: description}. The fields are those of `EngineMetrics`,
+# `PrefixMetrics`, `PrefixFileMetrics` and `ExpertMetrics`, one class for each prefix. Fields in `_GAUGES` become
+# gauges, all others counters.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "": {
         "steps": "steps that ran tokens",

@@ -145,7 +145,7 @@ class PrefixCache(Summarized):
         self.get_cache: Callable[[], KVCache] | None = None
         self._set_key(key)
         # A prefix cache that takes the place of an earlier one caches no request that runs already, because the
-        # request's rows may come from other weights than `key` names. `weights` numbers the weights so far.
+        # request's rows may come from other weights than `key` names. Incrementing `weights` excludes these requests.
         if self._table.evictor is not None:
             self._table.evictor.clear()
             self._table.weights += 1
@@ -241,9 +241,9 @@ class PrefixCache(Summarized):
 
         1. If the prompt parts from the cached prompts within the chunk, and the nearest boundary up to there has no
            snapshot, the chunk ends at this boundary. The next prompt with the same beginning then hits there.
-        2. If the prompt's last boundary is within the chunk, the chunk ends there, since the next turn of a chat
-           continues there. The tokens after it take another step.
-        3. If `every` is set, the chunk ends at its largest boundary, unless this cuts off more than an eighth.
+        2. If the prompt's last boundary is within the chunk, the chunk ends there, since the next prompt of a chat
+           begins with this one and then hits there. The tokens after the boundary take another step.
+        3. If `every` is set, the chunk ends at its largest boundary, unless this cuts off more than an eighth of it.
         4. The chunk ends at `end`.
 
         Args:
@@ -286,7 +286,7 @@ class PrefixCache(Summarized):
         A request that began with earlier weights is not cached.
 
         The cache holds the rows of a snapshot only while the request can be rewound to the end of that block. So call
-        this method after each step that ends at a block boundary, and not before rejected drafts have been rewound.
+        this method after each step that ends at a block boundary, as soon as rejected drafts have been rewound.
 
         Args:
           cache: the cache after the step; only read.
@@ -509,7 +509,7 @@ class PrefixCache(Summarized):
     # --- internals ---
 
     def _set_key(self, key):
-        """Sets the name of the weights, on which all digests depend; None = they depend on `RequestTable.weights`."""
+        """Sets the name of the weights, which all digests include; with None they include `RequestTable.weights`."""
         self.key = key
         self._stored = None
         if self.files is not None:
@@ -537,7 +537,7 @@ class PrefixCache(Summarized):
         return cache
 
     def _salted_root(self, salt):
-        """Returns the 32-byte digest that stands for a preceding block when a prompt's first block is hashed.
+        """Returns the 32-byte digest that precedes a prompt's first block in its hash, see `_digests`.
 
         A salt is hashed in another way than blocks are, so the result is not the digest of any block.
         """
@@ -575,9 +575,9 @@ class PrefixCache(Summarized):
         return nodes
 
     def _find_stored(self, ids, salt, shard, min_blocks):
-        """Finds the longest usable prefix of a prompt, and reads from disk the blocks that the cache lacks.
+        """Finds the longest prefix of a prompt with a snapshot on disk, and reads the blocks that the cache lacks.
 
-        Returns FoundBlocks, or None if there are no files or no usable prefix has more than `min_blocks` blocks.
+        Returns FoundBlocks, or None if there are no files or no such prefix has more than `min_blocks` blocks.
         """
         if self._stored is None:
             return None

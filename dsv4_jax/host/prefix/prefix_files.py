@@ -51,7 +51,7 @@ class PrefixFileMetrics:
 
     Attributes:
       blocks: number of blocks on disk. Blocks of other processes count if the newest listing of the folder found them.
-      bytes: size of all files in bytes, counted in the same way.
+      bytes: size of all files in bytes. Files of other processes count if the newest listing found them.
       hit_tokens: number of prompt tokens whose blocks were read from disk.
       read_bytes, written_bytes: number of bytes read and written.
       dropped: number of blocks and snapshots that were not written, because the queue was full or the writer failed.
@@ -173,8 +173,8 @@ class PrefixFiles(Summarized):
         """Reads files up to the first one that is missing or damaged. Damaged files are deleted.
 
         Returns:
-          (the number n of files that were read, the arrays [layers, n * rows, ...] of these files as NumPy arrays, or
-          None if n is 0).
+          (n, arrays): the number of files that were read, and their NumPy arrays [layers, n * rows, ...]. The arrays
+          are None if n is 0.
         """
         contents = np.empty((len(digests), layout.nbytes), np.uint8)
         are_whole = self._readers.map(functools.partial(self._read_file, layout), digests, contents)
@@ -183,7 +183,7 @@ class PrefixFiles(Summarized):
         return count, layout.unpack(contents[:count]) if count else None
 
     def touch(self, layout: FileLayout, digests: Sequence[bytes], *, used: int) -> None:
-        """Queues a change of files' modification times, which stand for the times of their last use.
+        """Queues a change of files' modification times, which record when the files were last used.
 
         Args:
           layout, digests, used: as in `save`.

@@ -24,7 +24,7 @@ class CachedBlock:
       hits: number of requests that continued from its snapshot.
       snapshot: rows of a request's slot at the block's end; None = no snapshot is kept.
       sums: checksums of the block, one for each layer, for `host.canary`; None = none were taken.
-      snapshot_sums: checksums of the snapshot in the same way.
+      snapshot_sums: checksums of the snapshot, one for each layer; None = none were taken.
       alive: whether the node is still in the tree.
       in_use: whether a request holds the block too.
       num_next: number of child nodes that were ever added. A child that was evicted and added again counts twice.
