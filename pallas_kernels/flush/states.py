@@ -47,8 +47,8 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
       token: int32 index of the token.
       exists: bool, whether this index is below `end` and the token has a state row.
-      slot: int32 request slot of the token; arbitrary from `end` on.
-      position: int32 position of the token; arbitrary from `end` on.
+      slot: int32 request slot of the token; 0 from `end` on.
+      position: int32 position of the token; 0 from `end` on.
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     clipped = jnp.where(token < end, token, -1)

@@ -144,7 +144,7 @@ def fuses_all_reduce(tokens: int) -> bool:
 
 
 def _launch_slices(streams, fn, layer, added, new_type, interpret):
-    """Runs `streams_fma` or `streams_mma`.
+    """Launches the kernel of `streams_fma` for up to 4 tokens, or that of `streams_mma` for more.
 
     Args:
       streams: [T, 4, D] bfloat16.

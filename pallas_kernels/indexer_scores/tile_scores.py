@@ -213,7 +213,7 @@ def _add_up(dots, weights, head, sums):
       sums: float32 sums of the first and of the second key so far.
 
     Returns:
-      The two new sums, twice the sums of relu(dot) * head weight. `_store` halves them.
+      The two new sums, as a list. They are twice the sums of relu(dot) * head weight, and `_store` halves them.
     """
     weight_index = head + ((thread_ops.lane() & 3) << 1)
     sums = list(sums)

@@ -1,4 +1,4 @@
-"""Dequantized rows for prefill attention: which rows a token attends to, and how they are copied to shared memory.
+"""The dequantized rows of prefill attention: finds the rows that a token attends to, and copies them to shared memory.
 
 A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, and its other tiles hold its
 compressed entries.
@@ -126,7 +126,7 @@ class WorkItems:
         return lax.div(self.tokens * self.groups - self.block + (self.blocks - 1), self.blocks)
 
     def locate(self, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (token, slice of heads) of this block's item i, or of the last of all items if i is too large."""
+        """Returns (token, slice of heads) of this block's item i; of the last item of all blocks if i is too large."""
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
         token = lax.div(item, self.groups)
         group = lax.rem(item, self.groups)
