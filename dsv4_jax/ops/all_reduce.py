@@ -57,8 +57,9 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
 def use_mailboxes(table: UInt32[Array, "n"] | None) -> Iterator[None]:
     """Makes sums that are traced within this context use the given table of mailboxes.
 
-    A function whose trace is reused takes the result of `mailboxes` as an argument and traces its body within this
-    context. Otherwise its trace would hold the table of the program that called it first.
+    This is for functions whose traces are reused by several programs. Such a function takes the result of `mailboxes`
+    as an argument, and traces its body within this context. Otherwise its trace would hold the table of the first
+    program.
     """
     token = _mailboxes.set(table)
     try:
@@ -79,7 +80,7 @@ def reduce_scatter(x: Float[Array, "T ..."]) -> Float[Array, "S ..."]:
       x: [T, ...] this device's term of the sum. T is a multiple of the number of devices on the mesh axis "model".
 
     Returns:
-      [T / devices, ...], the rows that `local_rows` chooses; x itself without the axis.
+      [T / devices, ...], the rows that `local_rows` chooses; x itself if there is no such mesh axis.
     """
     if not _is_sharded():
         return x
@@ -110,7 +111,8 @@ def local_rows(x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:
       x: [T, ...]. T is a multiple of the number of devices.
 
     Returns:
-      [T / devices, ...]: the first device's rows are the first ones. x itself without the axis.
+      [T / devices, ...]. The first device gets the first T / devices rows, and so on. x itself if there is no such mesh
+      axis.
     """
     if not _is_sharded():
         return x
@@ -121,8 +123,9 @@ def local_rows(x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:
 def scatters_rows(shape: Sequence[int]) -> bool:
     """Returns whether a sum of arrays of this shape is best computed as `all_gather` of `reduce_scatter`.
 
-    This is so if the kernel of `all_reduce` does not take so many values, and the devices divide the first axis. What
-    is computed between the two then takes a device's share of the rows only.
+    This is the case if the array has more values than the kernel of `all_reduce` takes, and the number of devices
+    divides the length of axis 0. A caller can then do the work between `reduce_scatter` and `all_gather` for this
+    device's share of the rows only.
     """
     return _is_sharded() and math.prod(shape) > MAX_VALUES and shape[0] % jax.lax.axis_size(MODEL_AXIS) == 0
 

@@ -67,9 +67,9 @@ def hyper_connections(
       streams: [T, h, D] residual streams before the block.
       weights: parameters of the next block's hyper-connection, or of the head.
       norm_weight: [D] float32 weight of the norm; an array or a `LayerSlice`.
-      y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". There it may
-        have all rows of which `streams` and `mixing` are this device's share, see `local_rows`. None: no block
-        precedes, and the streams do not change.
+      y: [T, D] output of the block. On a mesh, y is this device's term of a sum over the axis "model". If `streams` and
+        `mixing` have only this device's share of the rows (see `local_rows`), y has all rows. None: no block precedes,
+        and the streams do not change.
       mixing: [T, (2 + h) * h] float32 mixing weights that the preceding call of this op returned; required with y, and
         if `weights.delays_pre` is True. Without y only the weights `pre` in it are used.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take streams in bfloat16, with h = 4 and D
@@ -147,7 +147,7 @@ def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h
 
 
 def sum_rows(y: Float[Array, "_ D"], rows: int) -> Float[Array, "T D"]:
-    """Adds up y over devices. Returns all rows of the sum, or if `rows` is smaller, this device's share of them."""
+    """Returns the sum of y over devices: all rows if y has `rows` rows, otherwise this device's share of the rows."""
     total = all_reduce(y) if len(y) == rows else reduce_scatter(y)
     check(len(total) == rows, f"y has {len(y)} rows; it must have one for each of the tokens of streams, {rows} here")
     return total

@@ -116,7 +116,7 @@ def _exponents(xp, largest, limit):
 
 
 def is_quantized_kind(storage: str) -> TypeGuard[QuantizedKind]:
-    """Whether the name of a weight's storage is a `QuantizedKind`, and not a dtype."""
+    """Returns whether the name of a weight's storage is a `QuantizedKind`, and not the name of a dtype."""
     return storage in BLOCKS
 
 
