@@ -84,7 +84,8 @@ def reduce_scatter(x: Float[Array, "T ..."]) -> Float[Array, "S ..."]:
     """
     if not _is_sharded():
         return x
-    # The links carry terms in the dtype of x. `jax.lax.psum_scatter` would send float32, or add up in bfloat16.
+    # Devices send terms in the dtype of x and add them in float32. `jax.lax.psum_scatter` would either send float32 or
+    # add in the dtype of x.
     terms = x.reshape(jax.lax.axis_size(MODEL_AXIS), -1, *x.shape[1:])
     return _add_terms(jax.lax.all_to_all(terms, MODEL_AXIS, split_axis=0, concat_axis=0))
 
@@ -101,7 +102,7 @@ def all_gather(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
     def transpose(_, x):
         return jnp.moveaxis(reduce_scatter(jnp.moveaxis(x, axis, 0)), 0, axis)
 
-    return linear_call(gather, transpose, (), x)  # JAX's own transpose would add up bfloat16 in bfloat16
+    return linear_call(gather, transpose, (), x)  # JAX's own transpose would add cotangents in the dtype of x
 
 
 def local_rows(x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:

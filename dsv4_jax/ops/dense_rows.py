@@ -124,7 +124,7 @@ def ring_of_call(
     count = tokens + runs.past.size  # number of rows of the ring; `lay_out` drops writes to the index `count`
     new_places = jnp.where(runs.real, own_rows, count)
 
-    # [R] row of each run's first token; -1 = no run
+    # [R] row in the ring of each run's first token; -1 = no run
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
     past_places = first_row[:, None] - jnp.arange(num_past, 0, -1, dtype=jnp.int32)[None, :]
     past_places = jnp.where(runs.past >= 0, past_places, count)

@@ -81,8 +81,8 @@ def hyper_connections(
       mixing: [T, (2 + h) * h] float32 mixing weights `pre`, `post` and `comb` of the next block; None for the head.
 
     Raises:
-      ValueError: mixing is missing, but there is y or `weights.delays_pre` is True; or mixing comes without y, but
-        `weights.delays_pre` is False; or y has rows of other tokens than streams.
+      ValueError: mixing is None, but y is given or `weights.delays_pre` is True; mixing is given, but y is None and
+        `weights.delays_pre` is False; or the number of rows of y does not fit that of streams.
     """
     if mixing is None and y is not None:
         raise ValueError("y needs mixing: a block's output needs the mixing weights from before the block")

@@ -1,7 +1,7 @@
-"""Typed views of the arrays of the KV cache that belong to one layer, as ops take them.
+"""Typed views of one layer's rows in the KV cache. Ops take and return them.
 
-A view holds the arrays of all layers of a kind, stacked on axis 0, and the layer's index on this axis. Ops read and
-write single rows of the stack, because slicing out the layer would copy a whole pool.
+The arrays of a view have all layers of a kind stacked on axis 0, and the view has the layer's index on this axis. Ops
+read and write single rows of the stack, because slicing out the layer would copy a whole pool.
 """
 
 import dataclasses
@@ -93,7 +93,7 @@ def _layer_and_pools(view):
 
 @pytree_dataclass
 class _PagedView:
-    """Rows of one layer that are paged: the block table of a request says which blocks hold its rows.
+    """Rows of one layer that are stored in blocks. The block table lists the blocks of each request.
 
     Attributes:
       rows: Rows or IndexRows [layers, blocks, entries per block, ...].

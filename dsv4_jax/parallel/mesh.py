@@ -101,8 +101,8 @@ def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num
       num_blocks: number of blocks in all shards; 0 = not known yet.
 
     Raises:
-      ValueError: `context_parallel` is True, and the axis "model" has one device, or the number of the mesh's devices
-        does not divide `num_blocks`.
+      ValueError: `context_parallel` is True, but the axis "model" has only one device, or `num_blocks` is no multiple
+        of the number of devices of the mesh.
     """
     if not context_parallel:
         return 1

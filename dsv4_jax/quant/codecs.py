@@ -114,7 +114,7 @@ class RowCodec(abc.ABC):
         """Decodes rows to [..., D] of `dtype`. Values are float32 products of code and scale, rounded once."""
 
     def fake_quantize(self, kv: Float[Array, "*rows D"], dtype: Any) -> Float[Array, "*rows D"]:
-        """Returns rows as storing and reading them would round them. The gradient is that of unquantized rows."""
+        """Returns the values of rows after encoding and decoding, in `dtype`. The gradient ignores the rounding."""
         return straight_through(self.decode(self.encode(kv), dtype), kv)
 
     def _split(self, kv, rope_dtype=jnp.bfloat16):
@@ -223,7 +223,7 @@ class PlainRows(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class KeyCodec(abc.ABC):
-    """The interface of codecs of indexer keys with a given width, which also round queries like keys.
+    """The interface of codecs of indexer keys with a given width. A codec can also round queries as it rounds keys.
 
     Codecs are hashable, for use as static arguments of `jit`.
 
@@ -254,12 +254,12 @@ class KeyCodec(abc.ABC):
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
         """Encodes and decodes queries [..., Di] like keys, and returns them in the dtype of q (docs/dsv4.md 4).
 
-        The gradient is that of the codec's rotation, without the rounding.
+        The gradient is that of the Hadamard rotation, if the codec rotates; it ignores the rounding.
         """
         return straight_through(round_to(self.decode(self.encode(q)), q.dtype), self._rotate(q.astype(jnp.float32)))
 
     def fake_quantize(self, keys: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Returns keys as if they were stored and read, in float32. The gradient is that of the rotation alone."""
+        """Returns the values of keys after encoding and decoding, in float32. The gradient ignores the rounding."""
         return straight_through(self.decode(self.encode(keys)), self._rotate(keys.astype(jnp.float32)))
 
     def _rotate(self, keys):

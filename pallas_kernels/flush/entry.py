@@ -112,9 +112,9 @@ def store_entry(
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, values) that reduces one value per slice of 64 channels over all slices of the entry,
-        also over those of other warpgroups. `combine` is an elementwise function, such as `jnp.maximum`. `values` is
-        [channels] float32, with a slice's value repeated in all channels of the slice.
+      across: function (combine, values) that reduces over all slices of 64 channels of the entry, including the slices
+        of other warpgroups. `combine` is an elementwise function, such as `jnp.maximum`. `values` is [channels] float32
+        with one value for each slice, repeated in all channels of the slice. The result is [channels] equal values.
     """
     channel = vectors.channels(x.shape[0]) + ctx.first
     if target.norm is not None:

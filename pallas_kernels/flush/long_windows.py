@@ -99,9 +99,9 @@ class LongWindowPlan:
 
         The buffers are:
 
-          * stages_smem: the stages; each warpgroup uses a part.
-          * scratch_smem: scratch for exchanges; each warpgroup uses a part.
-          * sums_smem: results of two reductions over channels, for each of two entries, see `_across`.
+          * stages_smem: the stages; each warpgroup uses an equal part.
+          * scratch_smem: scratch for `vectors.exchange`; each warpgroup uses an equal part.
+          * sums_smem: the operands [D] of two reductions over channels, for even and for odd entries, see `_across`.
           * partials_smem: the results of every chunk: largest logits, sums of weights and weighted sums.
         """
         stages = self.stages * self.stage_size * self.warpgroups
@@ -461,7 +461,7 @@ def _across(worker, count, uses, combine, x):
     Args:
       worker: operands, buffers and barriers of the warpgroup.
       count: int32 scalar, number of windows that the cluster has stored so far.
-      uses: iterator over 0, 1, the indices of the two calls for an entry. This call takes the next one.
+      uses: iterator over 0, 1, the indices of the two calls for an entry. A call takes the next index.
       combine: `jnp.add` or another reduction, such as `jnp.maximum`.
       x: [channels] float32, the warpgroup's channels; the values of each slice are equal.
 

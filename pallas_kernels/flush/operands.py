@@ -224,6 +224,7 @@ class FlushCall:
     def with_states(self) -> bool:
         """Whether the launch that stores entries also stores the state rows.
 
-        This is so if the rings are so long that no token of the call overwrites a row that the launch reads.
+        This requires that there are states, and that no token of the call overwrites a row of a ring that the launch
+        reads.
         """
         return all(c.state_kv is not None and self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)

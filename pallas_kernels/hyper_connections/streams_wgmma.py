@@ -7,8 +7,8 @@ take the tiles of its group in turns:
      shared memory. So products with bfloat16 streams are as exact as float32 products. The warpgroups synchronize at
      `weights_ready`.
   2. For each tile and each chunk of 64 channels, a warpgroup computes the new streams and writes them to global and to
-     shared memory (`mix_chunk`), while it loads the first rows of the next chunk. Then it multiplies the new streams
-     with the chunk's weights by `wgmma` (`multiply_add`).
+     shared memory (`mix_chunk`). Meanwhile, it loads the first rows of the next chunk. Then it multiplies the new
+     streams with the chunk's weights by `wgmma` (`multiply_add`).
   3. At the end of a tile, the warpgroup stores the partial sums (`store_sums`).
 """
 

@@ -19,7 +19,9 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 MAX_HEADS = 64  # maximum number of heads in a product
-FLAGS = 32  # number of tiles of a run. An int32 has a bit for each: whether a key of the tile has scales far apart.
+# Number of tiles in a run. An int32 of flags has one bit for each tile: whether a key of the tile has scales that are
+# far apart.
+FLAGS = 32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ class _Search(NamedTuple):
     low: Any  # smallest key of the interval
     width: Any  # number of possible keys in the interval; 0 if all scores are selected
     rank: Any  # rank of the k-th largest key among the keys in the interval; 1 for the largest
-    spare: Any  # number of scores with keys in the interval that are not selected
+    spare: Any  # number of scores that have keys in the interval, but are not selected
 
 
 def _select_row(radix: RadixSelect) -> None:

@@ -1,4 +1,4 @@
-"""The dequantized rows of prefill attention: finds the rows that a token attends to, and copies them to shared memory.
+"""Finds the dequantized rows that a token attends to in prefill attention, and copies them to shared memory.
 
 A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, and its other tiles hold its
 compressed entries.
@@ -41,9 +41,9 @@ class DenseRows:
       entries: [E, 512] bfloat16 compressed entries, request by request, or None.
       indices: [T, K] int32, indices of each token's entries within its request; -1 = none. None: a token attends to the
         first `counts` entries of its request.
-      metadata: [T, 4] int32. The columns are a token's position, the index of its request's first token in the call,
-        the end of its request's older rows in `window_rows` (the index after them), and the index of its request's
-        first entry in `entries`.
+      metadata: [T, 4] int32. Column 0 is the token's position. The other columns are indices of its request: 1, of the
+        first token in the call; 2, of the row in `window_rows` that follows the request's older rows; 3, of the first
+        entry in `entries`.
       counts: [T] int32, number of entries that a token attends to, or with `indices` the number of leading indices that
         are read; -1 = padding.
       window: number of window rows that a token sees, its own included; a multiple of 64.

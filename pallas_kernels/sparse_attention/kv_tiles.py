@@ -38,7 +38,7 @@ type RowLayouts = tuple[RowLayout, RowLayout]
 
 UNIT = 16  # number of rows of a unit
 LANES = 8  # number of lanes that share a row
-TILE_BYTES = 16 * GROUP  # bytes of a tile in shared memory: 8 rows of a group of 64 columns, 128 bytes each
+TILE_BYTES = 16 * GROUP  # bytes of an 8 x 64 tile that `wgmma` reads: 8 rows of a group of 64 columns, 128 bytes each
 # Number of bytes of a unit's bfloat16 values and float32 biases, as sent to the other block of a cluster.
 UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
@@ -437,9 +437,9 @@ _SPREAD_CODES = "prmt.b32 a, z, $4, {select:#x}; shl.b32 a, a, 2; and.b32 a, a, 
 
 
 def _decode_e2m1(codes, factor):
-    """Emits the decoding of a word of 8 E2M1 codes, times a word with two equal bfloat16, to 4 words of pairs.
+    """Emits the decoding of a word of 8 E2M1 codes, times their scale, to 4 words of bfloat16 pairs.
 
-    All products are exact.
+    `factor` is a word with two copies of the scale in bfloat16. All products are exact.
     """
     code = "{ .reg .b32 a, k, z; mov.b32 k, 0x7E807E80; shl.b32 z, $4, 4;"
     for i in range(4):

@@ -14,7 +14,7 @@ memory has nine stages, which hold a chunk each.
 
 Before `add_high` adds a tile, it also waits until `score` has multiplied the queries by the next tile (`scored`). The
 products of `add_high` then run while `score` computes the weights of that next tile. The order in which a token's rows
-are added depends on the token's own position alone.
+are added never depends on another token.
 """
 
 import dataclasses
