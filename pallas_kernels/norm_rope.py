@@ -199,7 +199,7 @@ class QueryRows:
 
     @property
     def groups(self) -> int:
-        """The number of groups computed of each head. It is a power of two, so that rows consist of whole heads."""
+        """The number of groups to compute of each head. A power of two, so that a row has the groups of whole heads."""
         return GROUPS if self.pairs is None else 1 << (-(-2 * self.pairs // GROUP) - 1).bit_length()
 
     @property

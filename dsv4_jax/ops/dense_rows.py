@@ -130,7 +130,7 @@ def ring_of_call(
     past_places = jnp.where(runs.past >= 0, past_places, count)
 
     def lay_out(past, new):
-        """Returns [1, 1, count, ..]: `past` [R, num_past, ..] and `new` [T, ..] in the order of the ring."""
+        """Lays out `past` [R, num_past, ..] and `new` [T, ..] in the order of the ring. Returns [1, 1, count, ..]."""
         rows = jnp.zeros((count, past.shape[-1]), past.dtype)
         rows = rows.at[past_places].set(past, mode="drop").at[new_places].set(new, mode="drop")
         return rows[None, None]

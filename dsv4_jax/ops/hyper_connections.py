@@ -98,8 +98,8 @@ def hyper_connections(
 def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeights) -> Float[Array, "T m"]:
     """Computes the mixing weights of each token from its streams.
 
-    Returns [T, m] float32, whose rows are `pre` [h], `post` [h] and the flattened `comb` [h, h]; only `pre` if
-    `weights.fn` has h rows.
+    Returns [T, m] float32. A token's row holds `pre` [h], then `post` [h], then the flattened `comb` [h, h]; only `pre`
+    if `weights.fn` has h rows.
     """
     tokens, h, _ = streams.shape
     flat = streams.astype(jnp.float32).reshape(tokens, -1)

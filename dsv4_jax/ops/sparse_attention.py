@@ -148,7 +148,10 @@ def _inverse_rope(out, positions, inv_freq):
 
 
 def _by_token(attend_dense, q, kv, slots, positions, with_window):
-    """Maps `attend_dense(q [H, D], rows [N, D], valid [N])` over the tokens, each with the rows that it sees."""
+    """Calls `attend_dense(q [H, D], rows [N, D], valid [N])` for each token, with the rows that the token sees.
+
+    The rows are those of the window, valid only if `with_window`, then the compressed entries.
+    """
     window = kv.window
     compressed = kv.compressed
     new_kv = kv.new_kv

@@ -67,7 +67,10 @@ class IndexRows:
 
 
 def _structs(columns):
-    """Returns a struct for each column (array's name, dtype, width) of a row; None for width 0, except for "nope"."""
+    """Returns a list with a `jax.ShapeDtypeStruct` for each column of a row, a tuple (array's name, dtype, width).
+
+    A column of width 0 becomes None, except "nope".
+    """
     return [
         jax.ShapeDtypeStruct((width,), dtype) if width or name == "nope" else None for name, dtype, width in columns
     ]
@@ -107,7 +110,7 @@ class RowCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        """Encodes rows [..., D], which are finite, in float32 or bfloat16, after norm and RoPE."""
+        """Encodes rows [..., D], finite float32 or bfloat16 values after norm and RoPE."""
 
     @abc.abstractmethod
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
@@ -245,7 +248,7 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        """Encodes keys [..., Di], which are finite, in float32 or bfloat16, after RoPE."""
+        """Encodes keys [..., Di], finite float32 or bfloat16 values after RoPE."""
 
     @abc.abstractmethod
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:

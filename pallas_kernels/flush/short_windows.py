@@ -285,7 +285,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
-    """Returns (list of the logits of each row, largest logit of each channel), [D] float32 each, with position biases.
+    """Returns (logits, peak): a list of the logits [D] of each row, with position biases, and their maximum [D].
 
     The copies of the window must have arrived in shared memory. Logits of rows that do not exist are -inf.
     """

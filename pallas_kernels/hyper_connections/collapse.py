@@ -169,7 +169,10 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
 
     def load_token(token):
-        """Returns (this warpgroup's channels of each stream, the weight `pre` of each stream or None) of a token."""
+        """Returns (streams, pre) of a token: lists of this warpgroup's channels and of the weight `pre` of each stream.
+
+        `pre` is None if `compute_weights` computes these weights.
+        """
         streams = [load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)]
         return streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]
 

@@ -222,8 +222,8 @@ def read_tile(tiles_smem, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reads a tile that `start_tile` has copied.
 
     Returns:
-      (words [64, 16] int32 of 8 codes each, scales [64, 4] int32). An element of the scales holds the bytes for 32
-      dims: one E8M0 scale, or two E4M3 scales.
+      words: [64, 16] int32, 8 codes in each word.
+      scales: [64, 4] int32. A word holds the scale bytes for 32 dims: one E8M0 scale, or two E4M3 scales.
     """
     return _pack_bytes(*(ref[stage] for ref in tiles_smem))
 

@@ -172,7 +172,7 @@ class RadixSelect:
         return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
 
     def _chunk_range(self, chunk):
-        """Returns the index of the first entry of this warp's chunk, and the end of the warp's part of the row."""
+        """Returns (index of the first entry of this warp's chunk, end of the entries in the warp's part of the row)."""
         begin = self.first + ops.warp() * self.steps * STEP
         end = (begin + self.steps * STEP).minimum(self.length)
         return begin + chunk * (self.plan.values * 32), end
@@ -266,7 +266,7 @@ class RadixSelect:
         return self.memory[self.plan.offsets.overflow] > 0
 
     def no_candidates(self) -> jax.Array:
-        """Returns [128] int32 zeros, a number of candidates for each thread: `count` of the first `append`."""
+        """Returns [128] int32 zeros, the argument `count` of the first `append`: no thread has listed a candidate."""
         return ops.inline(lambda: U32(0), returns=_PER_THREAD)
 
     def _each_candidate(self, kept, visit):
