@@ -237,7 +237,8 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
         refs.new[tokens, :, columns] = values.astype(jnp.bfloat16)
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
-    # The axes become warp, lane // 8 and lane % 8. The axis lane % 8 has 4 entries here, and is padded to 8 below.
+    # The three axes are warp, lane // 8 and lane % 8, see `store_sums`. The last axis has 4 values here, and is padded
+    # to 8 below.
     squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)
     return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 

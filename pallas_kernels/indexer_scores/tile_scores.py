@@ -108,9 +108,9 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
         _put(total, out, row + j, first, block, only=far)
 
 
-# Layouts of the operands of `score_far`, in the order in which a pytree flattens them: the tile's words and scales,
-# then the keyword arguments that are arrays or references, by name: `block`, `first`, `out`, `queries` (with the layout
-# `_FAR_QUERIES`). The others have no layout here.
+# Layouts of the operands of `score_far`, in the order of the flattened pytree: the tile's words and scales, then the
+# keyword arguments `block`, `first` and `out`. The next operand, `queries`, has the layout `_FAR_QUERIES`. The operands
+# after it have no layout.
 _FAR_LAYOUTS = key_tiles.CODES.layout, key_tiles.SCALES.layout, PER_WARP, None, None
 _FAR_QUERIES = plgpu.RefType(transforms(jnp.float8_e4m3fn))
 
