@@ -177,14 +177,17 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
 
 
 def _attend_dense(q, rows, valid, sinks):
-    """Computes one token's attention. As in the released model, weights are rounded to q's dtype before the product."""
+    """Computes one token's attention [H, D]: q [H, D] attends to those of the rows [N, D] that are `valid` [N].
+
+    As in the released model, weights are rounded to the dtype of q before the product.
+    """
     # `largest` is at least the sink. So a token that sees no row divides 0 by exp(0) = 1, whatever the sink is.
     out, largest, total = _softmax_sums(q, rows, valid, sinks)
     return round_to(out / (total + jnp.exp(sinks - largest))[:, None], q.dtype)
 
 
 def _softmax_sums(q, rows, valid, least=LOWEST):
-    """Computes the softmax of one token without the division by the sum of weights.
+    """Computes one token's attention as `_attend_dense` does, but without the division by the sum of weights.
 
     Returns (out, largest, total). `out` [H, D] is the sum of the rows with weights `exp(score - largest)`. `largest`
     [H] is the largest score, but at least `least`. `total` [H] is the sum of the weights.

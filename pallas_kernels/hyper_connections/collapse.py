@@ -182,7 +182,11 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return [load_token(token) for token in tokens]
 
     def collapse_token(stage, parity, turn, n, streams, pre):
-        """Returns a token's collapsed channels, and writes each warp's sum of the channels' squares to `norms_smem`."""
+        """Collapses token n of a turn, and writes each warp's sum of the squares to `norms_smem[parity, n]`.
+
+        `stage` is the stage of `pre_smem` with the group's weights; `streams` and `pre` are results of `load_token`.
+        Returns [1024] float32, rounded to bfloat16.
+        """
         first_lane = (turn * p.step + n) * WARP  # first lane of the warp that has computed the token's weights
         terms = [
             row.astype(jnp.float32) * (scratch.pre_smem[stage, first_lane + j] if pre is None else pre[j])

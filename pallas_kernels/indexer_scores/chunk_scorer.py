@@ -88,7 +88,8 @@ class Scratch:
 class ChunkScorer:
     """Scores, in one warpgroup, the tiles of a chunk that belong to the block's share of the work.
 
-    In methods on a tile, `i` is the index of the tile among this warpgroup's tiles of the share.
+    In methods on a tile, `i` is the index of the tile among this warpgroup's tiles of the share. `candidates` is the
+    tile's result of `_load_candidates`, and `block_ids` its result of `_load_block_ids`.
     """
 
     token: Any  # int32 scalar, index of the chunk's first token

@@ -195,7 +195,10 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     operands = []
 
     def add_copies(target, source, size, offset):
-        """Adds code that copies up to 16 of the `size` bytes of each of the thread's two keys, from `offset` on."""
+        """Adds code that copies bytes of the thread's two keys from `source` (global memory) to `target` (shared).
+
+        Of the `size` bytes that a key has there, it copies `min(size, 16)`, from byte `offset` on.
+        """
         number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
         for row in rows:

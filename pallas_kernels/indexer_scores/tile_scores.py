@@ -151,7 +151,7 @@ def _totals(tile, largest, queries, weights, token):
 
 
 def _put(total, out, row, first, block, only=None):
-    """Stores the scores [64] of a tile; for interpreted kernels.
+    """Stores the scores `total` [64] of a tile for one token, see `score`; for interpreted kernels.
 
     `only` is [4] bool: whether to store the 16 scores of each warp. None stores all.
     """
