@@ -197,7 +197,7 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     def add_copies(target, source, size, offset):
         """Adds code that copies bytes of the thread's two keys from `source` (global memory) to `target` (shared).
 
-        Of the `size` bytes that a key has there, it copies `min(size, 16)`, from byte `offset` on.
+        A key has `size` bytes there. The code copies `min(size, 16)` of them, from byte `offset` on.
         """
         number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
