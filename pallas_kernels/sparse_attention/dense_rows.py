@@ -41,9 +41,9 @@ class DenseRows:
       entries: [E, 512] bfloat16 compressed entries, request by request, or None.
       indices: [T, K] int32, indices of each token's entries within its request; -1 = none. None: a token attends to the
         first `counts` entries of its request.
-      metadata: [T, 4] int32. Column 0 is the token's position. The other columns are indices of its request: 1, of the
-        first token in the call; 2, of the row in `window_rows` that follows the request's older rows; 3, of the first
-        entry in `entries`.
+      metadata: [T, 4] int32. Column 0 is the token's position. Column 1 is the index in the call of its request's first
+        token. Column 2 is the index in `window_rows` after its request's older rows. Column 3 is the index in `entries`
+        of its request's first entry.
       counts: [T] int32, number of entries that a token attends to, or with `indices` the number of leading indices that
         are read; -1 = padding.
       window: number of window rows that a token sees, its own included; a multiple of 64.
