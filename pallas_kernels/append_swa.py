@@ -1,7 +1,7 @@
 """The kernel that quantizes the KV rows of a call's tokens and stores them in the rings of sliding windows.
 
-A slot's ring of R rows stores a token in row `position % R`. The grid has a block of one warpgroup for every four
-tokens. Each warp loads, quantizes and stores the row of one token.
+A slot has a ring of R rows. The KV row of the slot's token at position p is stored in row `p % R`. The grid has a block
+of one warpgroup for every four tokens. Each warp loads, quantizes and stores the row of one token.
 """
 
 import jax
@@ -20,15 +20,15 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 def append_swa(
     kv: jax.Array, slots: jax.Array, positions: jax.Array, rings: Rings, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Quantizes the KV rows of tokens and stores them in the rings, in place if the pools are donated.
+    """Quantizes the KV rows of a call's tokens and stores them in the rings, in place if the pools are donated.
 
     Args:
       kv: [T, 512] bfloat16 rows. The last `rope_dim` values are stored in bfloat16, the others as E4M3 codes.
       slots: [T] int32, each token's request slot; -1 = padding. The tokens of a slot are adjacent and in order.
       positions: [T] int32, each token's position in its request; -1 = padding, which writes nothing. Positions of a
         slot are consecutive.
-      rings: the rings to write to. If a slot has more tokens than its ring has rows, only those with the highest
-        positions are stored, one in each row.
+      rings: the rings to write to. If a slot has more tokens in the call than its ring has rows, only the tokens with
+        the highest positions are stored, one in each row of the ring.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:

@@ -34,8 +34,9 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv [T, K, 512] bfloat16, zeros where not valid; valid [T, K] bool). An entry is valid if the token is not
-      padding, the index is not -1, and the block table has a block for it.
+      kv: [T, K, 512] bfloat16 values of the entries, zeros for entries that are not valid.
+      valid: [T, K] bool. An entry is valid if the token is not padding, the index is not -1, and the block table has a
+        block for the entry.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
@@ -68,8 +69,9 @@ def gather_all_compressed_kv(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv [T, E, 512] bfloat16, zeros where not valid; valid [T, E] bool), E = max_blocks * entries per block. An entry
-      is valid if it is visible and the block table has a block for it.
+      kv: [T, E, 512] bfloat16 values of the entries, zeros for entries that are not valid. E is the maximum number of
+        entries of a request, max_blocks * entries per block.
+      valid: [T, E] bool. An entry is valid if it is visible and the block table has a block for it.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
@@ -92,7 +94,7 @@ def gather_all_compressed_kv(
         token = lax.div(first_item, count)
         entry = lax.rem(first_item, count)
         visible = (slots_gmem[token] >= 0) & (entry < lax.div(positions_gmem[token] + 1, rate))
-        return visible | (entry + BLOCK_ROWS > count)  # a block that also has entries of the next token is kept
+        return visible | (entry + BLOCK_ROWS > count)  # a block that also has rows of the next token always writes them
 
     operands = [slots, positions, entries.block_table.reshape(-1)]
     is_wanted = any_visible if only_visible else None
@@ -112,8 +114,8 @@ def gather_swa_kv(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (kv [T, window, 512] bfloat16, zeros where not valid; valid [T, window] bool). Rows of negative positions and rows
-      of padding are not valid.
+      kv: [T, window, 512] bfloat16 values of the rows, zeros for rows that are not valid.
+      valid: [T, window] bool. Rows of negative positions and rows of padding are not valid.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
@@ -139,18 +141,18 @@ def gather_swa_kv(
 
 
 def _through_table(slot, entry, layer, table_gmem, entries):
-    """Finds the rows of compressed entries through the block table, within a kernel.
+    """Looks up in the block table, within a kernel, which rows of the pools hold n compressed entries.
 
     Args:
-      slot, entry: [n] int32 in layout `kv_rows.PER_ROW`, the request slot, and the index of the entry in the request;
-        negative if there is none.
+      slot: [n] int32 in layout `kv_rows.PER_ROW`, request slot of each entry; negative = no entry.
+      entry: [n] int32 in the same layout, index of each entry within its request; negative = no entry.
       layer: int32 scalar, index of the layer in the pools.
       table_gmem: [slots * max_blocks] int32, the block table, flattened.
       entries: the compressed entries; only the shapes of their arrays are read.
 
     Returns:
-      (row, exists), [n] each. `row` is int32, the index of the row in the pools with leading axes merged. `exists` says
-      whether there is such an entry and the block table has a block for it.
+      row: [n] int32 index of each entry's row in the pools with leading axes merged; 0 or more even without an entry.
+      exists: [n] bool, whether slot and entry are not negative and the block table has a block for the entry.
     """
     num_slots, max_blocks = entries.block_table.shape
     blocks, per_block = entries.pools[0].shape[1:3]
@@ -175,9 +177,9 @@ def _gather(
 
     Args:
       shape: (T, number of items of each token). The index of an item counts items in row-major order of this shape.
-      address: function (indices of items [8] int32, layer, *operands) that returns (indices of rows in the pools with
-        leading axes merged, whether each row is valid), [8] each. It is called in the kernel, where operands are
-        references in global memory.
+      address: function (item, layer, *operands) that returns (row, valid). `item` [8] int32 are indices of items. `row`
+        [8] int32 are the indices of the items' rows in the pools with leading axes merged, and `valid` is [8] bool. The
+        function is called in the kernel, where operands are references in global memory.
       operands: arrays that `address` and `is_wanted` need.
       rows: the quantized rows.
       interpret: whether to run on the CPU, interpreted, with race detection.

@@ -47,9 +47,10 @@ class Config:
 
     @classmethod
     def choose(cls, tokens: int, heads: int) -> "Config":
-        """Chooses about four blocks of queries per multiprocessor, if there are enough rows of queries.
+        """Chooses the number of blocks per token so that a multiprocessor gets about four blocks or more.
 
-        Warps load 4 rows at once if there are 16 rows or more for each multiprocessor.
+        A token gets no more blocks than it has rows for. Warps load 4 rows at once if there are 16 rows or more for
+        each multiprocessor, otherwise 1 row.
 
         Args:
           tokens: number of tokens.
@@ -153,9 +154,10 @@ def _check(q, kv, weight, layer, positions, inv_freq):
 
 
 def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
-    """Returns the rotated queries, and the rotated key-value rows if there are no rings to store them in.
+    """Launches the kernel. Returns the rotated queries, and without rings also the rotated key-value rows.
 
-    `destination` is (slots, positions, layer [1], mutable pools of the rings), or None.
+    With rings, the kernel stores the key-value rows in them. `destination` is then (slots, positions, layer [1],
+    mutable pools of the rings), otherwise None.
     """
     q, kv, weight, *others = arrays
     tokens, heads, _ = q.shape
@@ -187,9 +189,9 @@ def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
 class QueryRows:
     """The division of a token's queries into rows of 512 channels. A warp computes one row at a time.
 
-    A row has 8 groups of 64 channels. With a norm, a row is a head. Without a norm, only groups with rotated channels
-    are computed, and a row consists of such groups of several heads. The array of queries is then [T * H * 8, 64], with
-    a line for each group.
+    A row has 8 groups of 64 channels. With a norm, a row is a head. Without a norm, only the last `groups` groups of
+    each head are computed, which include all rotated channels. A row then consists of these groups of 8 / groups heads,
+    and the array of queries has the shape [T * H * 8, 64], in which axis 0 is the groups of all heads.
     """
 
     heads: int
@@ -197,7 +199,7 @@ class QueryRows:
 
     @property
     def groups(self) -> int:
-        """The number of groups computed of each head. It is a power of two, so that rows consist of whole heads."""
+        """The number of groups to compute of each head. A power of two, so that a row has the groups of whole heads."""
         return GROUPS if self.pairs is None else 1 << (-(-2 * self.pairs // GROUP) - 1).bit_length()
 
     @property
@@ -214,9 +216,14 @@ class QueryRows:
         return (GROUPS - self.groups + (group & (self.groups - 1))) * GROUP
 
     def places(self, token, row: jax.Array) -> jax.Array:
-        """Returns the places of a token's rows, with indices `row` [4], in the array of queries in global memory.
+        """Returns the indices of a token's rows on axis 0 of the array of queries, see `QueryRows`.
 
-        With a norm, these are int32 indices of rows [4]. Without, they are indices of groups [4, 8]. -1 = none.
+        Args:
+          token: int32 scalar, index of the token.
+          row: [4] int32, indices of four rows among the rows of the token.
+
+        Returns:
+          With a norm, [4] int32. Without a norm, [4, 8] int32, an index for each group of the rows. -1 = no such head.
         """
         if self.pairs is None:
             return jnp.where(row < self.heads, token * self.heads + row, -1)
@@ -337,7 +344,8 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, first: int) -> jax.Arr
     Args:
       x: [n, 8, 64] float32 rows.
       cos, sin: as `_rotation` returns them; the angle of a channel below `first` is 0.
-      first: index of the first rotated channel.
+      first: index of a channel, at most that of the first rotated channel. Groups of 64 channels that lie below `first`
+        are only rounded.
     """
     rounded = round_bfloat16(x)
     other = rounded.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)

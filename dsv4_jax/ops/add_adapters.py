@@ -33,9 +33,10 @@ def add_adapters(
     Args:
       outputs: for each map its output [T, m].
       x: [T, groups * k] input of the maps.
-      downs: for each map [n, r, k] matrices of the n adapters, arrays or a `LayerSlice`. With several groups, the g-th
-        slice of the map's m output channels gets the products of the g-th slice of the input channels.
-      ups: for each map [m, n, r] matrices. All matrices and `scales[i] * down[i] @ x` are rounded to the dtype of x.
+      downs: for each map [n, r, k] matrices of the n adapters of rank r, an array or a `LayerSlice`. With several
+        groups, the g-th slice of the map's m output channels gets the products of the g-th slice of the input channels.
+      ups: for each map [m, n, r] matrices, an array or a `LayerSlice`. All matrices and the products
+        `scales[i] * down[i] @ x` are rounded to the dtype of x.
       numbers: [T] int32 index of each token's adapter, 0 to n - 1. Any other value, such as -1, means no adapter.
       scales: factor of each adapter's product (static).
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two need inputs, outputs and matrices in
@@ -79,7 +80,7 @@ def _multiply(x, matrix):
 
 
 def _add_kernel(outputs, x, downs, ups, numbers, *, scales, interpret):
-    """Computes `add_adapters` with kernels. For many rows of x, XLA multiplies by `downs`."""
+    """Computes `add_adapters` with kernels. If x has many rows, XLA multiplies them by `downs`."""
     tokens = len(numbers)
     if tokens % kernels.ADAPTED_TOKENS or not 0 < tokens <= kernels.MAX_ADAPTED_TOKENS:
         raise PreferXla(f"the kernel is for few tokens, in multiples of {kernels.ADAPTED_TOKENS}, got {tokens}")

@@ -57,8 +57,9 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
 def use_mailboxes(table: UInt32[Array, "n"] | None) -> Iterator[None]:
     """Makes sums that are traced within this context use the given table of mailboxes.
 
-    A function whose trace is reused takes the result of `mailboxes` as an argument and traces its body within this
-    context. Otherwise its trace would hold the table of the program that called it first.
+    This is for functions whose traces are reused by several programs. Such a function takes the result of `mailboxes`
+    as an argument, and traces its body within this context. Otherwise its trace would hold the table of the first
+    program.
     """
     token = _mailboxes.set(table)
     try:
@@ -79,11 +80,12 @@ def reduce_scatter(x: Float[Array, "T ..."]) -> Float[Array, "S ..."]:
       x: [T, ...] this device's term of the sum. T is a multiple of the number of devices on the mesh axis "model".
 
     Returns:
-      [T / devices, ...], the rows that `local_rows` chooses; x itself without the axis.
+      [T / devices, ...], the rows that `local_rows` chooses; x itself if there is no such mesh axis.
     """
     if not _is_sharded():
         return x
-    # The links carry terms in the dtype of x. `jax.lax.psum_scatter` would send float32, or add up in bfloat16.
+    # Devices send terms in the dtype of x and add them in float32. `jax.lax.psum_scatter` would either send float32 or
+    # add in the dtype of x.
     terms = x.reshape(jax.lax.axis_size(MODEL_AXIS), -1, *x.shape[1:])
     return _add_terms(jax.lax.all_to_all(terms, MODEL_AXIS, split_axis=0, concat_axis=0))
 
@@ -100,7 +102,7 @@ def all_gather(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
     def transpose(_, x):
         return jnp.moveaxis(reduce_scatter(jnp.moveaxis(x, axis, 0)), 0, axis)
 
-    return linear_call(gather, transpose, (), x)  # JAX's own transpose would add up bfloat16 in bfloat16
+    return linear_call(gather, transpose, (), x)  # JAX's own transpose would add cotangents in the dtype of x
 
 
 def local_rows(x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:
@@ -110,7 +112,8 @@ def local_rows(x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:
       x: [T, ...]. T is a multiple of the number of devices.
 
     Returns:
-      [T / devices, ...]: the first device's rows are the first ones. x itself without the axis.
+      [T / devices, ...]. The first device gets the first T / devices rows, and so on. x itself if there is no such mesh
+      axis.
     """
     if not _is_sharded():
         return x
@@ -121,8 +124,9 @@ def local_rows(x: Shaped[Array, "T ..."]) -> Shaped[Array, "S ..."]:
 def scatters_rows(shape: Sequence[int]) -> bool:
     """Returns whether a sum of arrays of this shape is best computed as `all_gather` of `reduce_scatter`.
 
-    This is so if the kernel of `all_reduce` does not take so many values, and the devices divide the first axis. What
-    is computed between the two then takes a device's share of the rows only.
+    This is the case if the array has more values than the kernel of `all_reduce` takes, and the number of devices
+    divides the length of axis 0. A caller can then do the work between `reduce_scatter` and `all_gather` for this
+    device's share of the rows only.
     """
     return _is_sharded() and math.prod(shape) > MAX_VALUES and shape[0] % jax.lax.axis_size(MODEL_AXIS) == 0
 

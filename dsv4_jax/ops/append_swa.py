@@ -25,10 +25,10 @@ def append_swa(
     *,
     implementation: str | None = None,
 ) -> SWAView:
-    """Quantizes window rows and stores each at row `position % ring` of its slot's ring; returns the updated view.
+    """Quantizes the window rows of tokens, stores them in the rings of the tokens' slots, and returns the updated view.
 
-    The position alone decides where a row lies, so the result does not depend on how tokens are split into calls. If a
-    request has more tokens in the call than the ring has rows, only its last `ring` tokens are written.
+    In a ring of R rows, the token at position p has row `p % R`. So the result does not depend on how tokens are split
+    into calls. If a request has more than R tokens in the call, only its last R tokens are written.
 
     Args:
       view: the layer's rings.

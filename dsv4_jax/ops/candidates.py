@@ -16,7 +16,7 @@ def candidate_blocks(
 ) -> Int[Array, "T count"]:
     """Chooses the blocks of consecutive entries with the highest scores, and always the newest block.
 
-    The score of a block is the largest one of its visible entries (docs/dsv41.md 4).
+    The score of a block is the largest score of its visible entries (docs/dsv41.md 4).
 
     Args:
       scores: [T, E] float32 scores of entries; -inf for entries that lie on other devices.
@@ -60,8 +60,8 @@ def within_candidates(
 def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> Int[Array, "T"]:
     """Returns the number of visible entries in the blocks that `candidate_blocks` returns, [T] int32.
 
-    All of these blocks except the newest one are full of visible entries. The newest block is the last one, provided
-    that the block table has blocks for all visible entries. So visible entries precede all other entries of the blocks.
+    Visible entries come first among the entries of these blocks: all entries of a block are visible, except in the
+    newest block, which is the last one. This requires that the block table has blocks for all visible entries.
 
     Args:
       lengths: [T] int32 number of visible entries of each token.
@@ -72,7 +72,7 @@ def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> 
 
 
 def entries_at(indices: Int[Array, "T k"], blocks: Int[Array, "T count"], block_size: int) -> Int[Array, "T k"]:
-    """Converts indices among the entries of chosen blocks to indices among all entries of a request; -1 stays -1.
+    """Converts indices of entries within the chosen blocks to indices within the token's request; -1 stays -1.
 
     Args:
       indices: [T, k] int32 indices on the last axis of `candidate_entries(blocks, block_size)`.
@@ -84,7 +84,10 @@ def entries_at(indices: Int[Array, "T k"], blocks: Int[Array, "T count"], block_
 
 
 def candidate_entries(blocks: Int[Array, "*T count"], block_size: int) -> Int[Array, "*T n"]:
-    """Returns the indices [..., count * block_size] of the entries in blocks [..., count]; -1 for the block -1."""
+    """Returns the indices of the entries in blocks: [..., count * block_size] int32; -1 for entries of the block -1.
+
+    `blocks` is [..., count] int32, indices of blocks; -1 = no block.
+    """
     offsets = jax.lax.broadcasted_iota(jnp.int32, (*blocks.shape, block_size), blocks.ndim)
     entries = jnp.where(blocks[..., None] >= 0, blocks[..., None] * block_size + offsets, -1)
     return entries.reshape(*blocks.shape[:-1], -1)

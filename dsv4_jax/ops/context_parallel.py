@@ -53,9 +53,10 @@ def attend_to_shards(
     the partial results of its own heads from all devices, combines them and adds the sink.
 
     Args:
-      attend: function of the queries [T, A, D] of all A heads, and of a bool scalar that says whether the window
-        counts. It returns three float32 arrays: sums [T, A, D] of rows weighted by `exp(score - largest)`; the largest
-        scores [T, A], finite also if there are no rows; the sums [T, A] of the weights.
+      attend: function of the queries [T, A, D] of all A heads, and of a bool scalar that says whether to attend to the
+        window. It returns (sums, largest, totals) in float32. `sums` [T, A, D] is the sum of the rows with weights
+        `exp(score - largest)`. `largest` [T, A] is the largest score, and finite even if there are no rows. `totals`
+        [T, A] is the sum of the weights.
       q: [T, H, D] queries of this device's heads.
       sinks: [H] float32 sink logits of this device's heads.
 

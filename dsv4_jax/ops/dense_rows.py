@@ -22,7 +22,8 @@ from pallas_kernels.sparse_attention import DenseRows
 class _Runs:
     """The runs of a call. A run is the consecutive tokens of one request.
 
-    Arrays [R] have room for R = `max_runs` runs. Rows without a run have slot -1.
+    Arrays [R, ...] have room for R = `max_runs` runs. If the call has fewer runs, the remaining elements of
+    `first_token` and `slot` are -1.
     """
 
     real: Array  # [T] bool, False for padding
@@ -66,8 +67,9 @@ def dense_rows(
       implementation: implementation of `gather_all_compressed_kv`.
 
     Returns:
-      Arrays with the call's T rows. For each of `max_runs` requests, they also have the window rows before the call,
-      and room for the maximum number of entries of a request. Entries that no token sees are unspecified.
+      The `DenseRows` of the call. `window_rows` holds the call's T rows, then for each of `max_runs` requests the
+      window rows before the call. `entries` has room for the maximum number of entries of each of these requests.
+      Entries that no token sees are unspecified.
     """
     tokens = slots.shape[0]
     window = kv.window
@@ -101,9 +103,10 @@ def dense_rows(
 def ring_of_call(
     window: SWAView, new_kv: Float[Array, "T D"], slots: Int[Array, "T"], positions: Int[Array, "T"]
 ) -> Rings:
-    """Makes a ring with the quantized rows that a call sees, for kernels that read windows from rings.
+    """Makes one ring of all quantized window rows that a call sees, for kernels that read windows from rings.
 
-    For each request the ring holds the window before the request's first token, then the request's rows of this call.
+    The ring holds, request by request, the window before the request's first token of this call, then the rows of the
+    request's tokens of this call.
 
     Args:
       window: the layer's rings.
@@ -121,13 +124,13 @@ def ring_of_call(
     count = tokens + runs.past.size  # number of rows of the ring; `lay_out` drops writes to the index `count`
     new_places = jnp.where(runs.real, own_rows, count)
 
-    # [R] row of each run's first token; -1 = no run
+    # [R] row in the ring of each run's first token; -1 = no run
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
     past_places = first_row[:, None] - jnp.arange(num_past, 0, -1, dtype=jnp.int32)[None, :]
     past_places = jnp.where(runs.past >= 0, past_places, count)
 
     def lay_out(past, new):
-        """Returns [1, 1, count, ..]: `past` [R, num_past, ..] and `new` [T, ..] in the order of the ring."""
+        """Lays out `past` [R, num_past, ..] and `new` [T, ..] in the order of the ring. Returns [1, 1, count, ..]."""
         rows = jnp.zeros((count, past.shape[-1]), past.dtype)
         rows = rows.at[past_places].set(past, mode="drop").at[new_places].set(new, mode="drop")
         return rows[None, None]

@@ -158,7 +158,7 @@ def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any])
     def backward(args, cotangents):
         """Returns the reference's gradients with respect to `args`."""
         values, gradient_function = jax.vjp(reference, *layer_value(args))
-        # A result in whose place the reference returns None has no cotangent.
+        # Where the reference returns None, the result of the kernel has no cotangent.
         cotangents = jax.tree.map(
             lambda value, cotangent: None if value is None else cotangent,
             values,

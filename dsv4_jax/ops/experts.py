@@ -34,8 +34,8 @@ def experts(
 ) -> Float[Array, "T D"]:
     """Returns the sum of `down_e(w * swiglu(gate_up_e(x)))` over each token's experts e, with routing weights w.
 
-    The routing weight is multiplied before the last linear map, so that the product is rounded to the dtype of x at the
-    same point as in the release. A token's experts are added up in the order of `selected`, so a token's bits do not
+    The routing weight is applied before the last linear map, where the product is rounded to the dtype of x, as in the
+    release. The outputs of a token's experts are added up in the order of `selected`, so that a token's bits do not
     depend on other tokens. Gradients come from "xla".
 
     Args:
@@ -50,8 +50,8 @@ def experts(
       shared: (gate and up [2 * S, D], down [D, S]) matrices of the shared expert, which every token passes with weight
         1; None = no shared expert.
       limit: clipping limit of SwiGLU, see `ops.swiglu`.
-      total_experts: number of experts among which `selected` was chosen, if other devices have some of them; None = E.
-        The kernel for many tokens is tuned by it; results do not depend on it.
+      total_experts: number of experts on all devices, among which `selected` was chosen; None = E. It tunes the kernel
+        for many tokens, and does not change results.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x in bfloat16, and weights in FP4 or
         bfloat16.
 
@@ -76,7 +76,7 @@ def experts(
 
 
 def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, total_experts, interpret):
-    """Computes `experts` with the kernel for up to `MAX_PAIRS` pairs of a token and an expert, or that for more."""
+    """Computes `experts` with a kernel: one is for up to `MAX_PAIRS` pairs of a token and an expert, one for more."""
     num_experts = gate_up.shape[0]
     (gate_up, down, shared), layer = layer_stacks((gate_up, down, shared))
     matrices = _for_kernel(gate_up), _for_kernel(down)
@@ -151,7 +151,8 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
             """Multiplies the rows of each expert by its matrix."""
             return _ragged_linear(x, weight[...], sizes)
 
-    # Row i below is of pair `order[i]`, that is of token `order[i] // k`, until the rows return to the pairs' order.
+    # Row i of the arrays below belongs to pair `order[i]`, and so to token `order[i] // k`. The assignment to
+    # `at[order]` returns the rows to the order of the pairs.
     gate, up = jnp.split(multiply(x[order // k], gate_up), 2, axis=1)
     inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
     y = multiply(round_to(inner, x.dtype), down)

@@ -70,7 +70,7 @@ class CompressorInputs(NamedTuple):
     Attributes:
       state: the layer's compressor state, a ring buffer addressed by position.
       pool: pool that gets the entries, which are KV entries or indexer keys.
-      kv: [T, width] float32 projections, width = D or 2 * D with overlap.
+      kv: [T, width] float32 projections; the width is D, or with overlap 2 * D.
       gate: [T, width] float32 pooling logits, without position bias; None if a window is a single token.
       weights: the compressor's parameters.
     """
@@ -121,7 +121,7 @@ def _windows(state, kv, gate, position_bias, norm_weight, eps):
 
 
 def _with_entries(operands, pool, inv_freq):
-    """Returns the operands with those that the kernel needs to store entries in `pool`."""
+    """Returns `operands`, completed by the operands that the kernel needs to store entries in `pool`."""
     return dataclasses.replace(
         operands,
         inv_freq=inv_freq,
@@ -189,7 +189,7 @@ def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, m
     operands = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
     closing = _closing_tokens(state, slots, positions)
     count = closing.shape[0]
-    rows = None  # index of the window that each token completes; None = window t belongs to token t
+    rows = None  # row of the results for the window that each token completes; None = row t for token t
     if count < slots.shape[0]:
         rows = jnp.cumsum(_closes_window(state, slots, positions), dtype=jnp.int32) - 1
     options = {"count": count, "max_query_tokens": max_query_tokens, "layer": layer, "interpret": interpret}
@@ -219,9 +219,9 @@ def pool_windows(
       slots, positions, dtype, max_query_tokens, implementation: as in `flush`.
 
     Returns:
-      (complete windows, updated state). The number of rows is `T // rate` plus the number of slots, but at most T. If
-      there are T rows, row t is the window that token t completes. Rows without a window have entry -1 and unspecified
-      values.
+      (complete windows, updated state). The `ClosedWindows` have n rows, with n = `T // rate` plus the number of slots,
+      but at most T. If n is T, row t is for the window that token t completes. Rows without a window have entry -1 and
+      unspecified values.
     """
     check_dtype("kv", kv, "float32")
     if gate is not None:
@@ -252,7 +252,7 @@ def _closes_window(state, slots, positions):
 
 
 def _closing_tokens(state, slots, positions):
-    """Returns the index of the token that completes each of the n windows of `pool_windows`, [n] int32; -1 = none."""
+    """Returns the index of the token that completes each window, [n] int32 as in `pool_windows`; -1 = no window."""
     closes = _closes_window(state, slots, positions)
     tokens = slots.shape[0]
     # A request with t tokens completes at most t // rate + 1 windows.

@@ -53,7 +53,8 @@ def gather_compressed_kv(
         "v4" and "per_entry", and of 512 + 0 in "v41", and write bfloat16.
 
     Returns:
-      (kv [T, K, D], zeros where not valid; valid [T, K] bool). A row of kv is both key and value.
+      kv: [T, K, D] values of the entries, each both a key and a value; zeros for entries that are not valid.
+      valid: [T, K] bool, whether the token is not padding, the index is not -1, and the entry has a block.
     """
     rows, valid = view.read(jnp.broadcast_to(slots[:, None], indices.shape), indices)
     return _mask(view.codec.decode(rows, dtype), valid)
@@ -75,11 +76,12 @@ def gather_all_compressed_kv(
       view: the layer's entries.
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       dtype: dtype of the result.
-      only_visible: whether kv and `valid` may be left unspecified where an entry is not visible, which saves time.
+      only_visible: whether kv and `valid` may be left unspecified for entries that are not visible, which saves time.
       implementation: as in `gather_compressed_kv`.
 
     Returns:
-      (kv [T, E, D], zeros where not valid; valid [T, E] bool), E = max_blocks * entries per block.
+      kv: [T, E, D] values of the entries, zeros for entries that are not valid; E = max_blocks * entries per block.
+      valid: [T, E] bool, whether the entry is visible and has a block.
     """
     entries = jnp.arange(view.max_entries, dtype=jnp.int32)[None, :]
     visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
@@ -108,7 +110,8 @@ def gather_swa_kv(
       implementation: as in `gather_compressed_kv`. The kernel does not take `new_kv`.
 
     Returns:
-      (kv [T, W, D], zeros where not valid; valid [T, W] bool), W = `view.window`. Rows before position 0 are not valid.
+      kv: [T, W, D] values of the rows, zeros for rows that are not valid; W = `view.window`.
+      valid: [T, W] bool. Rows of padding, and rows before position 0, are not valid.
     """
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
     if new_kv is not None:

@@ -67,9 +67,9 @@ def hyper_connections(
       streams: [T, h, D] residual streams before the block.
       weights: parameters of the next block's hyper-connection, or of the head.
       norm_weight: [D] float32 weight of the norm; an array or a `LayerSlice`.
-      y: [T, D] output of the block. On a mesh, it is this device's term of a sum over the axis "model". There it may
-        have all rows of which `streams` and `mixing` are this device's share, see `local_rows`. None: no block
-        precedes, and the streams do not change.
+      y: [T, D] output of the block. On a mesh, y is this device's term of a sum over the axis "model". If `streams` and
+        `mixing` have only this device's share of the rows (see `local_rows`), y has all rows. None: no block precedes,
+        and the streams do not change.
       mixing: [T, (2 + h) * h] float32 mixing weights that the preceding call of this op returned; required with y, and
         if `weights.delays_pre` is True. Without y only the weights `pre` in it are used.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take streams in bfloat16, with h = 4 and D
@@ -81,8 +81,8 @@ def hyper_connections(
       mixing: [T, (2 + h) * h] float32 mixing weights `pre`, `post` and `comb` of the next block; None for the head.
 
     Raises:
-      ValueError: mixing is missing, but there is y or `weights.delays_pre` is True; or mixing comes without y, but
-        `weights.delays_pre` is False; or y has rows of other tokens than streams.
+      ValueError: mixing is None, but y is given or `weights.delays_pre` is True; mixing is given, but y is None and
+        `weights.delays_pre` is False; or the number of rows of y does not fit that of streams.
     """
     if mixing is None and y is not None:
         raise ValueError("y needs mixing: a block's output needs the mixing weights from before the block")
@@ -98,8 +98,8 @@ def hyper_connections(
 def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeights) -> Float[Array, "T m"]:
     """Computes the mixing weights of each token from its streams.
 
-    Returns [T, m] float32, whose rows are `pre` [h], `post` [h] and the flattened `comb` [h, h]; only `pre` if
-    `weights.fn` has h rows.
+    Returns [T, m] float32. A token's row holds `pre` [h], then `post` [h], then the flattened `comb` [h, h]; only `pre`
+    if `weights.fn` has h rows.
     """
     tokens, h, _ = streams.shape
     flat = streams.astype(jnp.float32).reshape(tokens, -1)
@@ -147,7 +147,7 @@ def split_mixing(mixing: Float[Array, "T _"], h: int) -> tuple[Float[Array, "T h
 
 
 def sum_rows(y: Float[Array, "_ D"], rows: int) -> Float[Array, "T D"]:
-    """Adds up y over devices. Returns all rows of the sum, or if `rows` is smaller, this device's share of them."""
+    """Returns the sum of y over devices: all rows if y has `rows` rows, otherwise this device's share of the rows."""
     total = all_reduce(y) if len(y) == rows else reduce_scatter(y)
     check(len(total) == rows, f"y has {len(y)} rows; it must have one for each of the tokens of streams, {rows} here")
     return total

@@ -55,8 +55,8 @@ def indexer_scores(
       slots, positions: [T] int32 request slots and absolute positions; -1 = padding.
       inv_freq: [P] float32, radians per token, by which RoPE rotates the last 2 * P channels of q (docs/dsv4.md 2.2);
         None = q is rotated already.
-      candidates: [T, count] int32 blocks of entries to score, from `candidate_blocks`; None = all entries of each
-        token's request.
+      candidates: [T, count] int32 indices of the blocks whose entries are scored, from `candidate_blocks`. None = all
+        entries of each token's request are scored.
       block_size: number of entries in a candidate block.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take 32 or 64 heads of 128 dims in
         bfloat16, and keys in the formats "v4", "v41" and "per_entry". With candidates, they do not take "v4";
@@ -74,7 +74,10 @@ def indexer_scores(
 
 
 def round_index_query_xla(codec, q, positions, inv_freq):
-    """Rotates index queries by RoPE and rounds them as `codec` rounds keys. Returns queries in the dtype of q."""
+    """Rotates index queries by RoPE and rounds them as `codec` rounds keys; without `inv_freq`, only rounds them.
+
+    Returns queries in the dtype of q.
+    """
     if inv_freq is not None:
         q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
     return codec.round_query(q)
@@ -97,7 +100,10 @@ def round_index_query_operands(codec, q, weights, positions, inv_freq):
 
 
 def score_rounded_xla(view, q, weights, slots, positions, entries=None):
-    """Computes `indexer_scores` with XLA, from queries that are already rotated and rounded."""
+    """Computes `indexer_scores` with XLA, from queries that are already rotated and rounded.
+
+    `entries` is [T, n] int32, indices of the entries to score for each token, -1 = none; None = all entries.
+    """
     q = q.astype(jnp.float32)
 
     def score(token):

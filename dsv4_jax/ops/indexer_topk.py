@@ -34,7 +34,7 @@ def indexer_topk(
     scores = jnp.where(inside, scores, -jnp.inf)
     count = min(k, entries)
     best_scores, indices = jax.lax.top_k(_order(scores), count)
-    # `entries` stands for "no entry" until the sort, so that it comes last.
+    # Until the sort, the index `entries` means "no entry", so that missing entries come last.
     indices = jnp.where(best_scores > _order(jnp.float32(-jnp.inf)), indices, entries)
     indices = jnp.sort(indices, axis=1)
     indices = jnp.where(indices < entries, indices, -1)

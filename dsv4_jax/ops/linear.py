@@ -153,7 +153,7 @@ def _linear_xla(x, weights, norm_weight, *, spec, eps, swiglu_limit=None):
 
 
 def _activate(outputs, swiglu_limit):
-    """Returns the outputs. With a limit, returns the SwiGLU of the two outputs, rounded to the gate's dtype."""
+    """Returns the outputs, or with a limit a tuple of one array: the SwiGLU of the two outputs, in the gate's dtype."""
     if swiglu_limit is None:
         return outputs
     gate, up = outputs
@@ -185,7 +185,7 @@ def _rms_norm(x, weight, eps):
 
 
 def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limit=None):
-    """Computes `linear` or `linear_swiglu` with the kernels for FP8 weights, or with that for one bfloat16 weight."""
+    """Computes `linear` or `linear_swiglu` with a kernel: one of those for FP8 weights, or the one for bfloat16."""
     if len(weights) > 1 or isinstance(layer_value(weights[0]), QuantizedWeight):
         options = {"spec": spec, "swiglu_limit": swiglu_limit, "interpret": interpret}
         return _quantized_kernel(x, weights, norm_weight, eps=eps, **options)

@@ -31,7 +31,8 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
     Args:
       ids: [T, n] int32 compressed ids: the id of the token itself, of the preceding token, and so on.
       multipliers: n positive numbers; the products with ids are less than 2**63.
-      primes: the numbers of rows for the heads of 2-grams, of 3-grams, and so on to n-grams, each less than 2**24.
+      primes: number of rows of each head, a prime less than 2**24: the heads of 2-grams first, then those of 3-grams,
+        and so on to n-grams. Each length of n-grams has equally many heads.
 
     Returns:
       [T, len(primes)] int32 rows.
@@ -59,7 +60,7 @@ def _products(ids, multipliers):
     Returns the four 16-bit words of each product, the low word first: [T, n, 4] uint32.
     """
     factors = np.array([[number >> 16 * i & 0xFFFF for number in multipliers] for i in range(4)], np.uint32)[:, None, :]
-    # `columns[k]` sums the parts of the products that belong to the words k. These sums fit 32 bits.
+    # `columns[k]` adds up the terms that belong to word k of a product. The sums fit into 32 bits.
     columns = [jnp.zeros_like(ids) for _ in range(5)]
     for i, part in enumerate((ids & 0xFFFF, ids >> 16)):
         for j in range(4 - i):

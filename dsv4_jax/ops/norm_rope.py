@@ -101,5 +101,5 @@ def norm_rope_append(
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:
-    """Returns `x / sqrt(mean(x**2) + eps)` over the last axis, in float32 for float32 x."""
+    """Returns `x / sqrt(mean(x**2) + eps)`, with the mean over the last axis, computed in the dtype of x."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -99,7 +99,8 @@ def router(
 ) -> Routing:
     """Selects experts for each token and weights them by their scores, `sqrt(softplus(x @ weight.T))`.
 
-    Either a bias or a table selects the experts. Their weights are their scores, scaled to the sum `scaling_factor`.
+    Either a bias or a table selects the experts. The weights of a token's experts are their scores, scaled so that the
+    weights sum to `scaling_factor`.
 
     Implementations add up products in different orders, so they may select different experts if two scores are equal up
     to float32 rounding. Gradients always come from "xla".

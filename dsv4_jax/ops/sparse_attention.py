@@ -59,7 +59,8 @@ class PrefillConfig:
 def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, context_parallel, prefill, interpret):
     """Computes `sparse_attention` with the prefill kernel, if the call is large enough, or with the decode kernel."""
     tokens, heads, _ = q.shape
-    # A kernel can rotate the output back if all rotated channels lie in one warpgroup. Otherwise XLA rotates.
+    # The kernels can rotate up to `MAX_PAIRS` pairs of channels back, in multiples of 4. XLA rotates other numbers of
+    # pairs, and also the output of decode attention over the entries of several devices.
     in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
     kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
     stack, layer = layer_stacks(sinks)
@@ -147,7 +148,10 @@ def _inverse_rope(out, positions, inv_freq):
 
 
 def _by_token(attend_dense, q, kv, slots, positions, with_window):
-    """Maps `attend_dense(q [H, D], rows [N, D], valid [N])` over the tokens, each with the rows that it sees."""
+    """Calls `attend_dense(q [H, D], rows [N, D], valid [N])` for each token, with the rows that the token sees.
+
+    The rows are those of the window, valid only if `with_window`, then the compressed entries.
+    """
     window = kv.window
     compressed = kv.compressed
     new_kv = kv.new_kv
@@ -156,7 +160,7 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
     tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
 
     def attend(token):
-        """Returns the output of one token. `token` holds its item of each of `inputs`."""
+        """Returns the output of one token; `token` is a tuple with this token's element of each array in `inputs`."""
         q, slots, positions, tokens, starts, indices = jax.tree.map(lambda x: x[None], token)
         rows, valid = window_rows(window, slots, positions, tokens, starts, new_kv, q.dtype)
         valid = valid & with_window
@@ -173,14 +177,17 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
 
 
 def _attend_dense(q, rows, valid, sinks):
-    """Computes one token's attention. As in the released model, weights are rounded to q's dtype before the product."""
-    # The maximum includes the sink. So a token that sees no row divides 0 by exp(0) = 1, whatever its sink is.
+    """Computes one token's attention [H, D]: q [H, D] attends to those of the rows [N, D] that are `valid` [N].
+
+    As in the released model, weights are rounded to the dtype of q before the product.
+    """
+    # `largest` is at least the sink. So a token that sees no row divides 0 by exp(0) = 1, whatever the sink is.
     out, largest, total = _softmax_sums(q, rows, valid, sinks)
     return round_to(out / (total + jnp.exp(sinks - largest))[:, None], q.dtype)
 
 
 def _softmax_sums(q, rows, valid, least=LOWEST):
-    """Computes the softmax of one token without the division by the sum of weights.
+    """Computes one token's attention as `_attend_dense` does, but without the division by the sum of weights.
 
     Returns (out, largest, total). `out` [H, D] is the sum of the rows with weights `exp(score - largest)`. `largest`
     [H] is the largest score, but at least `least`. `total` [H] is the sum of the weights.

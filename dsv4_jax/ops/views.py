@@ -1,7 +1,7 @@
-"""Typed views of the arrays of the KV cache that belong to one layer, as ops take them.
+"""Typed views of one layer's rows in the KV cache. Ops take and return them.
 
-A view holds the arrays of all layers of a kind, stacked on axis 0, and the layer's index on this axis. Ops read and
-write single rows of the stack, because slicing out the layer would copy a whole pool.
+The arrays of a view have all layers of a kind stacked on axis 0, and the view has the layer's index on this axis. Ops
+read and write single rows of the stack, because slicing out the layer would copy a whole pool.
 """
 
 import dataclasses
@@ -44,9 +44,10 @@ def put(tree, values, keep: Bool[Array, "..."], *index):
 
 
 def put_in_rings(rings, values, layer, slots: Int[Array, "T"], positions: Int[Array, "T"]):
-    """Writes rows of tokens to rings, and returns the new tree. A token has row `position % ring` of its slot's ring.
+    """Writes rows of tokens to the rings of their slots, and returns the new tree.
 
-    If a request has more tokens than a ring has rows, only its last `ring` tokens are written.
+    In a ring of R rows, the token at position p has row `p % R`. If a request has more than R tokens, only its last R
+    tokens are written.
 
     Args:
       rings: tree of arrays [layers, slots, ring, ...].
@@ -82,7 +83,7 @@ class SWAView:
         return jax.tree.leaves(self.rows)[0].shape[2]
 
     def for_kernels(self) -> Rings:
-        """Returns the arguments of kernels. Raises NotImplementedError if kernels do not take the rows' format."""
+        """Returns the operand of kernels. Raises NotImplementedError if kernels do not take the rows' format."""
         return Rings(*_layer_and_pools(self), self.window, quantized(self.codec.layout))
 
 
@@ -92,7 +93,7 @@ def _layer_and_pools(view):
 
 @pytree_dataclass
 class _PagedView:
-    """Rows of one layer that are paged: the block table of a request says which blocks hold its rows.
+    """Rows of one layer that are stored in blocks. The block table lists the blocks of each request.
 
     Attributes:
       rows: Rows or IndexRows [layers, blocks, entries per block, ...].
@@ -125,7 +126,9 @@ class _PagedView:
           entries: index of each entry within its request; -1 = none.
 
         Returns:
-          (block id or -1, row in the block, valid). An entry without a slot or an allocated block is not valid.
+          block: id of each entry's block; -1 for entries that are not valid.
+          row: index of each entry in its block.
+          valid: bool, whether the slot and the entry are not -1 and the block is allocated.
         """
         logical = entries // self.entries_per_block
         in_table = (slots >= 0) & (entries >= 0) & (logical < self.block_table.shape[1])
@@ -155,7 +158,7 @@ class ClassicalView(_PagedView):
     """The compressed KV entries of one layer: `rows` are Rows, and `codec` is a RowCodec."""
 
     def for_kernels(self, indices: Int[Array, "T K"] | None = None) -> Paged:
-        """Returns the arguments of kernels that read `indices` of each token; None = all visible entries.
+        """Returns the operand of kernels that read the entries `indices` of each token; None = all visible entries.
 
         Raises NotImplementedError if kernels do not take the entries' format.
         """

@@ -31,9 +31,11 @@ def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
 
     Returns:
       [*sizes of the mesh's axes, 4] uint32, sharded over all axes. A device's row holds two 64-bit numbers, each as
-      its low and its high half: its index on the "model" axis, and the address of its mailbox. None if XLA's
-      collectives are to be used instead: the "model" axis has one device, the devices are not GPUs with kernels, some
-      belong to another process, or the GPUs cannot access each other's memory. The last case is logged as a warning.
+      its low and its high half: the device's index on the "model" axis, and the address of its mailbox.
+
+      None if the sums must use XLA's collectives. This is the case if the "model" axis has one device, if kernels do
+      not run on the devices, if some devices belong to another process, or if a GPU cannot access another GPU's memory.
+      The last case is logged as a warning.
     """
     devices = list(mesh.devices.flat)
     if mesh.shape.get(MODEL_AXIS, 1) == 1 or why_no_mosaic_gpu():

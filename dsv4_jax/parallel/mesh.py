@@ -28,7 +28,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
-    """Makes a mesh of the first of `jax.devices()` with these sizes, {name of an axis: its size}.
+    """Makes a mesh with these sizes, {name of an axis: its size}, from the first devices in `jax.devices()`.
 
     Raises:
       ValueError: there are too few devices.
@@ -46,7 +46,7 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> "AbstractMesh":
-    """Returns a mesh as `make_mesh` does, but without devices. It serves for shardings of `jax.ShapeDtypeStruct`."""
+    """Returns a mesh with these sizes but without devices, for the shardings of `jax.ShapeDtypeStruct`."""
     from jax.sharding import AbstractMesh, AxisType
 
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Explicit,) * len(sizes))
@@ -101,8 +101,8 @@ def check_context_parallel(sizes: Mapping[str, int], context_parallel: bool, num
       num_blocks: number of blocks in all shards; 0 = not known yet.
 
     Raises:
-      ValueError: `context_parallel` is True, and the axis "model" has one device, or the number of the mesh's devices
-        does not divide `num_blocks`.
+      ValueError: `context_parallel` is True, but the axis "model" has only one device, or `num_blocks` is no multiple
+        of the number of devices of the mesh.
     """
     if not context_parallel:
         return 1

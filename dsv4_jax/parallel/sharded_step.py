@@ -113,7 +113,10 @@ def sharded_update(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_shards(function, out_specs):
-    """Decorates a function of (cache, ..). `out_specs` is a function of the cache that returns its results' specs."""
+    """Decorates a function of (cache, ..) so that each device runs it on its shard of the cache.
+
+    `out_specs(cache)` must return the PartitionSpecs of the function's results.
+    """
 
     @functools.wraps(function)
     def call(cache: Any, *args: Any, **options: Any) -> Any:

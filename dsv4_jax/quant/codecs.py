@@ -67,7 +67,10 @@ class IndexRows:
 
 
 def _structs(columns):
-    """Returns a struct for each column (array's name, dtype, width) of a row; None for width 0, except for "nope"."""
+    """Returns a list with a `jax.ShapeDtypeStruct` for each column of a row, a tuple (array's name, dtype, width).
+
+    A column of width 0 becomes None, except "nope".
+    """
     return [
         jax.ShapeDtypeStruct((width,), dtype) if width or name == "nope" else None for name, dtype, width in columns
     ]
@@ -107,14 +110,14 @@ class RowCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        """Encodes rows [..., D], which are finite, in float32 or bfloat16, after norm and RoPE."""
+        """Encodes rows [..., D], finite float32 or bfloat16 values after norm and RoPE."""
 
     @abc.abstractmethod
     def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
         """Decodes rows to [..., D] of `dtype`. Values are float32 products of code and scale, rounded once."""
 
     def fake_quantize(self, kv: Float[Array, "*rows D"], dtype: Any) -> Float[Array, "*rows D"]:
-        """Returns rows as storing and reading them would round them. The gradient is that of unquantized rows."""
+        """Returns the values of rows after encoding and decoding, in `dtype`. The gradient ignores the rounding."""
         return straight_through(self.decode(self.encode(kv), dtype), kv)
 
     def _split(self, kv, rope_dtype=jnp.bfloat16):
@@ -223,7 +226,7 @@ class PlainRows(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class KeyCodec(abc.ABC):
-    """The interface of codecs of indexer keys with a given width, which also round queries like keys.
+    """The interface of codecs of indexer keys with a given width. A codec can also round queries as it rounds keys.
 
     Codecs are hashable, for use as static arguments of `jit`.
 
@@ -245,7 +248,7 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        """Encodes keys [..., Di], which are finite, in float32 or bfloat16, after RoPE."""
+        """Encodes keys [..., Di], finite float32 or bfloat16 values after RoPE."""
 
     @abc.abstractmethod
     def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
@@ -254,12 +257,12 @@ class KeyCodec(abc.ABC):
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
         """Encodes and decodes queries [..., Di] like keys, and returns them in the dtype of q (docs/dsv4.md 4).
 
-        The gradient is that of the codec's rotation, without the rounding.
+        The gradient is that of the Hadamard rotation, if the codec rotates; it ignores the rounding.
         """
         return straight_through(round_to(self.decode(self.encode(q)), q.dtype), self._rotate(q.astype(jnp.float32)))
 
     def fake_quantize(self, keys: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Returns keys as if they were stored and read, in float32. The gradient is that of the rotation alone."""
+        """Returns the values of keys after encoding and decoding, in float32. The gradient ignores the rounding."""
         return straight_through(self.decode(self.encode(keys)), self._rotate(keys.astype(jnp.float32)))
 
     def _rotate(self, keys):

@@ -25,7 +25,7 @@ PAGE_ALIGNMENT = 576
 
 
 def flashmla_page_bytes(entries: int) -> int:
-    """Returns the bytes of a page: 584 per entry, rounded up to a multiple of 576, as FlashMLA's kernels require."""
+    """Returns the number of bytes in a page: 584 per entry, rounded up to a multiple of 576 as FlashMLA requires."""
     return -(-entries * (DATA_BYTES + SCALE_BYTES) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 

@@ -68,7 +68,7 @@ class QuantizedWeight:
         shape = padded.shape[-2] // block_rows, block_rows, padded.shape[-1] // block_columns, block_columns
         blocks = padded.reshape(*leading, *shape)
         exponents = _exponents(xp, xp.abs(blocks).max(axis=(-3, -1)), E2M1_MAX if kind == "FP4" else E4M3_MAX)
-        reciprocals = ((127 - exponents) << 23).view(np.float32)  # 2**-exponent: these are the bits of its float32
+        reciprocals = ((127 - exponents) << 23).view(np.float32)  # the float32 2**-exponent, from its bits
         scaled = (blocks * reciprocals[..., :, None, :, None]).reshape(padded.shape)[..., :rows, :columns]
         if kind != "FP4":
             codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -116,7 +116,7 @@ def _exponents(xp, largest, limit):
 
 
 def is_quantized_kind(storage: str) -> TypeGuard[QuantizedKind]:
-    """Whether the name of a weight's storage is a `QuantizedKind`, and not a dtype."""
+    """Returns whether the name of a weight's storage is a `QuantizedKind`, and not the name of a dtype."""
     return storage in BLOCKS
 
 
@@ -134,6 +134,6 @@ def quantized_shapes(kind: QuantizedKind, shape: tuple[int, ...]) -> tuple[tuple
 
 
 def quantized_struct(kind: QuantizedKind, values: jax.ShapeDtypeStruct) -> QuantizedWeight:
-    """Returns a QuantizedWeight of structs, without arrays, that stores values [..., out, in] of the given struct."""
+    """Returns a QuantizedWeight that holds structs instead of arrays, for `values`, a struct [..., out, in]."""
     codes, scale = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in quantized_shapes(kind, values.shape))
     return QuantizedWeight(codes, scale, kind, values.dtype)

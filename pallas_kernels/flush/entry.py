@@ -32,7 +32,9 @@ class FlushContext:
     first: Any = 0  # index of the warpgroup's first channel
     scratch_smem: Any = None  # [channels of the warpgroup] float32, scratch for `vectors.exchange`
     stage_smem: Any = None  # [2 * rows * D] float32, the values, then the logits of a short window
-    biases_smem: Any = None  # [n * D] float32, position biases of the n rows of a short window from `first_in_call` on
+    # [n * D] float32, position biases of those n rows of a short window that can be in the call: the rows from
+    # `first_in_call` to the last one.
+    biases_smem: Any = None
 
     @property
     def first_in_call(self) -> int:
@@ -60,7 +62,7 @@ def rows_in_call(ctx: FlushContext, token) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class EntryTarget:
-    """The place where an entry is stored, and the operands of its norm and rotation for the warpgroup's channels."""
+    """References to the rows of the pools that receive an entry, and the operands of the entry's norm and rotation."""
 
     row_gmem: Any  # references to the entry's row in each pool, a tuple like the pools
     keep: Any  # bool scalar, whether the request has a block for the entry; otherwise the entry is not stored
@@ -110,9 +112,9 @@ def store_entry(
       target: result of `find_target`.
       rotation: result of the function `rotation`.
       x: [channels] float32, the warpgroup's channels of the pooled entry.
-      across: function (combine, values) that reduces one value per slice of 64 channels over all slices of the entry,
-        also over those of other warpgroups. `combine` is an elementwise function, such as `jnp.maximum`. `values` is
-        [channels] float32, with a slice's value repeated in all channels of the slice.
+      across: function (combine, values) that reduces over all slices of 64 channels of the entry, including the slices
+        of other warpgroups. `combine` is an elementwise function, such as `jnp.maximum`. `values` is [channels] float32
+        with one value for each slice, repeated in all channels of the slice. The result is [channels] equal values.
     """
     channel = vectors.channels(x.shape[0]) + ctx.first
     if target.norm is not None:

@@ -3,10 +3,11 @@
 A window is pooled in 8 chunks of consecutive rows. The sums of the chunks are always added in the order of `tree_sum`,
 so that an entry's bytes do not depend on the number of blocks. The grid consists of clusters of n blocks. A cluster
 works on consecutive tokens of the call, and on the windows that these tokens close. Each warpgroup of a block works on
-one slice of the channels, from the copies to the entry.
+an equal part of the channels, from the copies to the entry.
 
     block    step           does                                          waits for              signals
-    all      row_writer     stores the state rows of the cluster's tokens
+    all      row_writer     stores the state rows of the cluster's tokens,
+                            unless a separate launch stores them
     all      _start_rows    starts to copy the next chunks (cp.async),
                             also chunks of the next window
     all      _pool_chunk    pools chunks b, b + n, .. for block b         copies, `wait`         chunks_full
@@ -98,9 +99,9 @@ class LongWindowPlan:
 
         The buffers are:
 
-          * stages_smem: the stages; each warpgroup uses a part.
-          * scratch_smem: scratch for exchanges; each warpgroup uses a part.
-          * sums_smem: results of two reductions over channels, for each of two entries, see `_across`.
+          * stages_smem: the stages; each warpgroup uses an equal part.
+          * scratch_smem: scratch for `vectors.exchange`; each warpgroup uses an equal part.
+          * sums_smem: the operands [D] of two reductions over channels, for even and for odd entries, see `_across`.
           * partials_smem: the results of every chunk: largest logits, sums of weights and weighted sums.
         """
         stages = self.stages * self.stage_size * self.warpgroups
@@ -254,7 +255,7 @@ def _run(worker, first, writer, with_states):
                 copies.commit_copies()
 
     if store:
-        # A single state row was loaded before the copies started, and is stored while they are in flight.
+        # If there is only one state row, `row_writer` has loaded it before the copies started.
         store()
     if worker.chunks_full is not None:
         pl.when(window.token < end)(lambda: barriers.wait_cluster(None))
@@ -455,12 +456,12 @@ def _send(worker, k, i, x):
 
 
 def _across(worker, count, uses, combine, x):
-    """Combines x over all slices of 64 channels of an entry, including the slices of other warpgroups.
+    """Reduces x over all slices of 64 channels of an entry, including the slices of other warpgroups.
 
     Args:
       worker: operands, buffers and barriers of the warpgroup.
       count: int32 scalar, number of windows that the cluster has stored so far.
-      uses: iterator that returns the index of this call among the calls for the entry, 0 or 1.
+      uses: iterator over 0, 1, the indices of the two calls for an entry. A call takes the next index.
       combine: `jnp.add` or another reduction, such as `jnp.maximum`.
       x: [channels] float32, the warpgroup's channels; the values of each slice are equal.
 

@@ -183,12 +183,12 @@ class Config:
       ValueError: `stages` or a number of blocks in `cluster_sizes` does not divide the chunks of a long window.
     """
 
-    # Pairs (maximum number of long windows that can close in a call, number of blocks that share a window). In a call
-    # with more windows, blocks do not share windows.
+    # Pairs (n, number of blocks that share a window if at most n long windows can close in the call), with n ascending.
+    # The first pair that applies is used. If more windows can close, blocks do not share windows.
     cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
     long_blocks: int = MULTIPROCESSORS  # maximum number of blocks for long windows: all run at once, one per SM
-    # Number of warpgroups per block for long windows, if a request has fewer tokens in the call than a window has rows.
-    # More warpgroups take longer to start.
+    # Number of warpgroups per block for long windows, if no request has all tokens of a window in the call. More
+    # warpgroups take longer to start.
     decode_warpgroups: int = 2
     # Number of warpgroups per block for long windows, if a request may have all tokens of a window in the call.
     prefill_warpgroups: int = 4
@@ -224,6 +224,7 @@ class FlushCall:
     def with_states(self) -> bool:
         """Whether the launch that stores entries also stores the state rows.
 
-        This is so if the rings are so long that no token of the call overwrites a row that the launch reads.
+        This requires that there are states, and that no token of the call overwrites a row of a ring that the launch
+        reads.
         """
         return all(c.state_kv is not None and self.max_tokens <= c.ring - c.rows + 1 for c in self.compressors)

@@ -95,7 +95,7 @@ def _workers(tokens, max_tokens, limit):
 
 
 def _run(ctx, first, step, share, with_states):
-    """Stores the entries of windows that close at up to `share` tokens first, first + step, ...
+    """Finishes the windows that close at up to `share` tokens first, first + step, ...: stores entries or results.
 
     If `with_states` is set, also stores the state rows of these tokens.
     """
@@ -103,7 +103,7 @@ def _run(ctx, first, step, share, with_states):
     store = with_states and row_writer(ctx, first, step, share, tokens)
     started = _start_scan(ctx, first, step, 0)
     if store:
-        # A single state row was loaded before `_start_scan`, and is stored while the window's rows are copied.
+        # If there is only one state row, `row_writer` has loaded it already. The window's rows are copied meanwhile.
         store()
     _store_windows(ctx, first, step, 0, share, *started)
     if share > SCAN:
@@ -182,7 +182,7 @@ def _start_finish(ctx, token):
 
 
 def _across(ctx, combine, x):
-    """Combines x over all slices of 64 channels of the entry; the values of x are equal within each slice."""
+    """Reduces x over all slices of 64 channels of the entry; the values of x are equal within each slice."""
     return vectors.butterfly(combine, x, ctx.c.dim // 2, SLICE, ctx.scratch_smem)
 
 
@@ -285,7 +285,7 @@ def _start_rows(ctx: FlushContext, token, rows_in_call) -> None:
 
 
 def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Array], jax.Array]:
-    """Returns (list of the logits of each row, largest logit of each channel), [D] float32 each, with position biases.
+    """Returns (logits, peak): a list of the logits [D] of each row, with position biases, and their maximum [D].
 
     The copies of the window must have arrived in shared memory. Logits of rows that do not exist are -inf.
     """
@@ -303,7 +303,7 @@ def _take_logits(ctx: FlushContext, exists, rows_in_call) -> tuple[list[jax.Arra
 
 
 def _where_exists(ctx, exists, j, i, other):
-    """Loads the values (i = 0) or the logits (i = 1) of row j of the window, or `other` if the row does not exist.
+    """Loads the values (i = 0) or the logits (i = 1) of row j of a window from `stage_smem`; `other` for a missing row.
 
     With overlap, the first `rate` rows of a request's first window do not exist. `exists` is False for this window and
     True for all other windows.

@@ -7,7 +7,8 @@ The main functions are:
   * `run_workers` launches a kernel of independent warpgroups.
   * `store_state_rows` launches a separate kernel that stores all state rows of a call.
 
-A token has a state row unless it is padding. Of n independent warpgroups, each takes every n-th token.
+A token's state row is its kv, and its gate plus position bias, as the ring of its slot stores them. A token has a state
+row unless it is padding. Of n independent warpgroups, each takes every n-th token.
 """
 
 import functools
@@ -42,8 +43,12 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
       end: int32 scalar, end of the tokens' indices.
 
     Returns:
-      (token, exists, slot, position), [128] each: int32 index of the token, bool, int32, int32. Lane i of every warp
-      holds token i of the scan. `exists` says whether the token is below `end` and has a state row.
+      Four arrays [128], in which lane i of every warp holds the value for token i of the scan:
+
+      token: int32 index of the token.
+      exists: bool, whether this index is below `end` and the token has a state row.
+      slot: int32 request slot of the token; 0 from `end` on.
+      position: int32 position of the token; 0 from `end` on.
     """
     token = first + (number + (vectors.thread() & (SCAN - 1))) * step
     clipped = jnp.where(token < end, token, -1)
@@ -53,7 +58,7 @@ def scan(ctx: FlushContext, first, step: int, number, end) -> tuple[jax.Array, j
 
 
 def has_state(ctx: FlushContext, slot, position) -> jax.Array:
-    """Returns whether a token with this slot and position has a state row. Padding has none."""
+    """Returns whether a token has a state row: its slot exists, and neither slot nor position is negative (padding)."""
     return (slot >= 0) & (slot < ctx.c.num_slots) & (position >= 0)
 
 
@@ -65,8 +70,8 @@ def is_last(ctx: FlushContext, position) -> jax.Array:
 def row_writer(ctx: FlushContext, first, step: int, count: int, end) -> Callable[[], None]:
     """Returns a function that stores the state rows of tokens first, first + step, ... < end.
 
-    `count` is the maximum number of these tokens. If it is 1, the token's row is loaded here already, so that the load
-    overlaps with the caller's work until the function is called.
+    `count` is the maximum number of these tokens. If `count` is 1, the token's row is already loaded by `row_writer`,
+    so that the load overlaps with work before the call of the returned function.
     """
     if count == 1:
         return _read_row(ctx, first, end)

@@ -75,7 +75,7 @@ class KeyLayout:
 
 
 def quantized[L: (RowLayout, KeyLayout)](layout: L | None) -> L:
-    """Returns the layout. Raises NotImplementedError for None, which stands for a format that no kernel takes."""
+    """Returns the layout. Raises NotImplementedError for None, the `layout` of codecs whose rows no kernel takes."""
     if layout is None:
         raise NotImplementedError("the kernel takes rows and keys of the formats 'v4', 'v41' and 'per_entry'")
     return layout

@@ -25,10 +25,10 @@ class Rings:
         pool of RoPE values is None if the layout has no RoPE values.
       window: number of rows that a token sees, including the token's row; at most the number of rows in a ring.
       layout: layout of a row of 512 values, such as 448 codes and 64 RoPE values.
-      own_rows: None, or [T] int32, the row of each token. If None, the token's position gives its row. If given, the
-        pools have a single slot, which holds the window rows of all tokens of the call. The window of token t ends with
-        row `own_rows[t]`. Only `sparse_attention` takes `own_rows`, for calls in which a request has more tokens than
-        its ring has rows.
+      own_rows: None, or [T] int32, index in the ring of each token's own row. If None, the index follows from the
+        token's position. If given, the pools have a single slot, whose ring holds the window rows of all tokens of the
+        call, and the window of token t ends with row `own_rows[t]`. Only `sparse_attention` reads `own_rows`. It serves
+        for calls whose window rows are not in the cache's rings yet, such as a prefill.
     """
 
     layer: Any

@@ -50,7 +50,7 @@ class CollapseProblem:
     tokens: int
     width: int  # number of channels of a stream
     rows: int  # number of mixing weights of a token: 24, or 4 for the head
-    slices: int  # number of slices of channels whose partial sums are to be added up
+    slices: int  # number of slices of channels; the launch adds up the partial sums of all slices
     tokens_each: int  # number of tokens of a group, 1 or 4
     # Constants of the norm and of the mixing weights, and number of Sinkhorn iterations: see `hyper_connections`.
     norm_eps: float
@@ -81,7 +81,9 @@ class CollapseScratch:
     """
 
     pre_empty: Any  # one barrier for each stage of `pre_smem`
-    norms_smem: Any  # [2, step, warps] float32 sums of squares; the two buffers on axis 0 are used in turns
+    # [2, step, warps] float32, for each token of a turn the sum of squares of each collapsing warp's channels. The two
+    # buffers on axis 0 alternate.
+    norms_smem: Any
     norms_full: Any  # barrier at which the warpgroups that collapse meet
     pre_smem: Any  # [STAGES, 128] float32; the first 4 of each 32 are the weights `pre` of a warp's token
     exchange_smem: Any  # [128] float32, scratch of `vectors.butterfly`
@@ -145,8 +147,16 @@ def _body(p, streams_gmem, pre_gmem, partials_gmem, weights_gmem, layer_gmem, x_
 def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem, x_gmem, scratch):
     """Collapses and norms the warpgroup's 1024 channels for all groups of tokens that the block has.
 
-    The warpgroup visits a group in turns, with `p.step` tokens in each turn. `groups` is (index of the block, number of
-    blocks, number of the block's groups).
+    The warpgroup visits a group of tokens in one or more turns, with `p.step` tokens in each turn.
+
+    Args:
+      p: description of the launch.
+      groups: (index of the block, number of blocks, number of groups that this block has). The block's i-th group has
+        the index `block + i * blocks` among all groups.
+      warpgroup: int32 scalar, index of the warpgroup.
+      streams_gmem, pre_gmem, weight_gmem, x_gmem: references to the operands and the result of `collapse`; `pre_gmem`
+        is None if `compute_weights` computes the weights `pre`.
+      scratch: references to the `CollapseScratch`.
     """
     block, blocks, count = groups
     own_channels = pl.ds(warpgroup * CHANNELS, CHANNELS)
@@ -159,7 +169,10 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
 
     def load_token(token):
-        """Returns (this warpgroup's channels of each stream, the weight `pre` of each stream or None) of a token."""
+        """Returns (streams, pre) of a token: lists of this warpgroup's channels and of the weight `pre` of each stream.
+
+        `pre` is None if `compute_weights` computes these weights.
+        """
         streams = [load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)]
         return streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]
 
@@ -169,7 +182,11 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
         return [load_token(token) for token in tokens]
 
     def collapse_token(stage, parity, turn, n, streams, pre):
-        """Returns a token's collapsed channels, and writes each warp's sum of the channels' squares to `norms_smem`."""
+        """Collapses token n of a turn, and writes each warp's sum of the squares to `norms_smem[parity, n]`.
+
+        `stage` is the stage of `pre_smem` with the group's weights; `streams` and `pre` are results of `load_token`.
+        Returns [1024] float32, rounded to bfloat16.
+        """
         first_lane = (turn * p.step + n) * WARP  # first lane of the warp that has computed the token's weights
         terms = [
             row.astype(jnp.float32) * (scratch.pre_smem[stage, first_lane + j] if pre is None else pre[j])
@@ -221,7 +238,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
 
 
 def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gmem, scratch):
-    """Computes the mixing weights for all groups of tokens that the block has. `groups`: as in `_collapse_streams`."""
+    """Computes the mixing weights for all groups of tokens that the block has, see `_collapse_streams` for `groups`."""
     block, blocks, count = groups
     lane = vectors.thread() & (WARP - 1)  # lane r of a warp computes logit r of the warp's token
     bias = vectors.take(base_gmem, jnp.where(lane < p.rows, lane, -1))

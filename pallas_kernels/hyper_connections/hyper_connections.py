@@ -34,8 +34,8 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 # A block of `collapse` has a warpgroup for every 1024 channels, and one more. A block can have at most 8 warpgroups.
 MAX_WIDTH = 7 * collapse.CHANNELS
-# On an H100, both launches together take 19.0 us with `mma` and 22.0 us with `wgmma` for 256 tokens, but 36.9 us and
-# 29.5 us for 512 tokens.
+# Both launches together take on an H100: for 256 tokens, 19.0 us with `mma` and 22.0 us with `wgmma`; for 512 tokens,
+# 36.9 us with `mma` and 29.5 us with `wgmma`.
 MAX_MMA_TOKENS = 256
 
 
@@ -144,7 +144,7 @@ def fuses_all_reduce(tokens: int) -> bool:
 
 
 def _launch_slices(streams, fn, layer, added, new_type, interpret):
-    """Runs `streams_fma` or `streams_mma`.
+    """Launches the kernel of `streams_fma` for up to 4 tokens, or that of `streams_mma` for more.
 
     Args:
       streams: [T, 4, D] bfloat16.

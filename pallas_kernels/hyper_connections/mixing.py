@@ -129,7 +129,7 @@ def mix(streams_and_y: Sequence[Sequence[U32]], factors: Sequence[Sequence[Any]]
 
 
 def _mix_word(streams_and_y, factors):
-    """Yields a word of each new stream. `streams_and_y` lists a word of each old stream, then one of y."""
+    """Yields a word of each new stream. `streams_and_y` lists a word of each old stream, then a word of y."""
     *streams, y = [words.unpack(word) for word in streams_and_y]
     for k in range(STREAMS):
         both = []

@@ -49,7 +49,7 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, inbox_smem
       index: int32 scalar, index of the slice.
       tile: index of the tile of tokens, always 0.
       refs: references to the launch's arrays.
-      inbox_smem: [T * 4 * 32] float32, partial sums of each token and stream.
+      inbox_smem: [T * 4 * 32] float32, the 32 partial sums of each token and stream.
       total_smem: [T * 16] uint32, the slice's channels of the sum of y over GPUs; None if y is complete.
     """
     mixing.add_channels(refs, index, CHANNELS)
@@ -148,7 +148,7 @@ class _Thread:
         return arith.extf(self.f32, low)
 
     def store_partials(self, inbox):
-        """Adds the partial sums of the four streams of the token with index `self.warp`, and stores the totals.
+        """Adds up the partial sums of a token's four streams, and stores the totals. Warp w does this for token w.
 
         `inbox` is the address of the partial sums in shared memory.
         """

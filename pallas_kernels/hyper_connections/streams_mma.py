@@ -55,7 +55,8 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_sme
       tile: int32 scalar, index of the tile of 32 tokens.
       refs: references to the launch's arrays.
       values_smem: [4 streams * 32 tokens, 32 channels] bfloat16, the new streams; on a GPU, in the order of `_address`.
-      sums_smem: float32, the sums of each warp.
+      sums_smem: [4 * n * 128] float32, the sums of the 4 warps. A warp has 128 sums from each of its n products
+        (`mma`), with n = 2 * ceil(R / 8): one product for 16 tokens and 8 rows of fn.
     """
     # Interpreted, the call for tile 0 computes all tiles, since tests have few tokens.
     pl.when(tile == 0)(lambda: mixing.add_channels(refs, index, CHANNELS))

@@ -7,8 +7,8 @@ take the tiles of its group in turns:
      shared memory. So products with bfloat16 streams are as exact as float32 products. The warpgroups synchronize at
      `weights_ready`.
   2. For each tile and each chunk of 64 channels, a warpgroup computes the new streams and writes them to global and to
-     shared memory (`mix_chunk`), while it loads the first rows of the next chunk. Then it multiplies the new streams
-     with the chunk's weights by `wgmma` (`multiply_add`).
+     shared memory (`mix_chunk`). Meanwhile, it loads the first rows of the next chunk. Then it multiplies the new
+     streams with the chunk's weights by `wgmma` (`multiply_add`).
   3. At the end of a tile, the warpgroup stores the partial sums (`store_sums`).
 """
 
@@ -237,7 +237,8 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
         refs.new[tokens, :, columns] = values.astype(jnp.bfloat16)
     for j in range(STREAMS):
         operand[j] = values[:, j].astype(jnp.bfloat16)
-    # The axes become warp, lane // 8 and lane % 8. The axis lane % 8 has 4 entries here, and is padded to 8 below.
+    # The three axes are warp, lane // 8 and lane % 8, see `store_sums`. The last axis has 4 values here, and is padded
+    # to 8 below.
     squares = jnp.sum(values * values, axis=(1, 2)).reshape(4, 4, 4).transpose(0, 2, 1)
     return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 

@@ -19,7 +19,9 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 MAX_HEADS = 64  # maximum number of heads in a product
-FLAGS = 32  # number of flags in an int32, one for each tile: whether the tile has a key whose scales are far apart
+# Number of tiles in a run. An int32 of flags has one bit for each tile: whether a key of the tile has scales that are
+# far apart.
+FLAGS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Config:
 
     blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
     warpgroups: int = 4  # number of warpgroups in a block; while one waits, the others compute
-    stages: int = 4  # number of tiles of a warpgroup that are being copied or read
+    stages: int = 4  # number of tiles of a warpgroup in shared memory: one is read while the others are copied
     # Maximum number of tokens in a chunk. Shared memory has to hold a chunk's queries. With candidates, this must be 1.
     chunk_tokens: int = 8
     plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block finds its own share
@@ -86,7 +88,8 @@ class Scratch:
 class ChunkScorer:
     """Scores, in one warpgroup, the tiles of a chunk that belong to the block's share of the work.
 
-    In methods on a tile, `i` is the index of the tile among this warpgroup's tiles of the share.
+    In methods on a tile, `i` is the index of the tile among this warpgroup's tiles of the share. `candidates` is the
+    tile's result of `_load_candidates`, and `block_ids` its result of `_load_block_ids`.
     """
 
     token: Any  # int32 scalar, index of the chunk's first token
@@ -167,11 +170,11 @@ class ChunkScorer:
         return key_tiles.load_words(self.candidates_gmem, self.token * count + number, PER_HALF)
 
     def _in_blocks(self, operation, i, candidates):
-        """Returns the place of each range's first key among the request's blocks, int32 in the layout `_layout`.
+        """Returns `operation(key, keys per block)` for the index of each range's first key in the request.
 
-        If `operation` is `lax.div`, the result is the column of the key's block in the block table. If `operation` is
-        `lax.rem`, the result is the index of the key in this block. The operands are unsigned, because unsigned
-        division is faster.
+        With `lax.div`, the result is the column of the key's block in the block table. With `lax.rem`, it is the index
+        of the key in this block. The result is int32 in the layout `_layout`. The operands are unsigned, because
+        unsigned division is faster.
         """
         if candidates is None:
             warp_key = plgpu.broadcasted_iota(jnp.int32, (4,), 0, layout=PER_WARP) * WARP_KEYS
@@ -181,10 +184,9 @@ class ChunkScorer:
         return operation(key.astype(jnp.uint32), jnp.uint32(self.keys.per_block)).astype(jnp.int32)
 
     def _load_block_ids(self, i, candidates):
-        """Loads the id of the block that holds each range of keys, int32 in the layout `_layout`.
+        """Loads the id of the block that holds each range of keys, int32 in the layout `_layout`; -1 = no block.
 
-        The id is negative if the block is missing. A range lies in one block, because blocks have a multiple of 16
-        keys.
+        A range lies in one block, because blocks have a multiple of 16 keys.
         """
         max_blocks = self.keys.block_table.shape[1]
         column = jnp.minimum(self._in_blocks(lax.div, i, candidates), max_blocks - 1)

@@ -11,9 +11,9 @@ of its head's largest scale. Codes times smaller scales are exact in these units
 
   * The tensor core aligns 32 products and the running sum to the largest of these 33 terms, and drops bits below 2**-13
     of the largest term (a gpu test shows this).
-  * Products of two codes other than 0 are 0.25 to 36. If the scales of a key are within NEAR binades (factors of 2) of
-    the key's largest scale, and the scales of a query within NEAR binades of the query's largest scale, products are
-    multiples of 2**-6. Sums below 2**8 are then exact. Sums of independent keys and queries are about 55.
+  * Products of two codes other than 0 are 0.25 to 36. Suppose that the scales of a key are within NEAR binades (factors
+    of 2) of the key's largest scale, and likewise those of a query. Then products are multiples of 2**-6, and sums
+    below 2**8 are exact. Sums of independent keys and queries are about 55.
   * If one of a warp's 16 keys has scales farther apart, the warp scores all 16 keys again as bfloat16 with float32
     sums. This is rare: values are about normal after the Hadamard rotation, and 1 of 4 million keys of normal values
     had such scales. Without the rotation this would be frequent, since a key can have a few large channels.
@@ -195,7 +195,10 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     operands = []
 
     def add_copies(target, source, size, offset):
-        """Adds code that copies up to 16 of the `size` bytes of each of the thread's two keys, from `offset` on."""
+        """Adds code that copies bytes of the thread's two keys from `source` (global memory) to `target` (shared).
+
+        A key has `size` bytes there. The code copies `min(size, 16)` of them, from byte `offset` on.
+        """
         number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
         for row in rows:
@@ -222,8 +225,8 @@ def read_tile(tiles_smem, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reads a tile that `start_tile` has copied.
 
     Returns:
-      (words [64, 16] int32 of 8 codes each, scales [64, 4] int32). An element of the scales holds the bytes for 32
-      dims: one E8M0 scale, or two E4M3 scales.
+      words: [64, 16] int32, 8 codes in each word.
+      scales: [64, 4] int32. A word holds the scale bytes for 32 dims: one E8M0 scale, or two E4M3 scales.
     """
     return _pack_bytes(*(ref[stage] for ref in tiles_smem))
 
@@ -269,7 +272,8 @@ def _words(codes, scales, row, width):
       width: number of scales of a key, 4 or 8.
 
     Returns:
-      (8 words of codes, 4 for each key; 2 words with the scale bytes of each key).
+      words: a list of 8 words of codes, 4 of the first key, then 4 of the second key.
+      factors: a list of 2 words, the scale bytes of each key.
     """
     groups = width // 4
     dims = _own_key()[1]
@@ -293,7 +297,7 @@ def _own_key():
 
 
 def _own_rows(rows):
-    """Returns a list of rows of the pools: the row of this thread's first key, or if `rows` is [4, 2], of both keys."""
+    """Returns a list of the rows in the pools of this thread's two keys; if `rows` is [4], of the first key only."""
     return [mlir.to_i64(U32(row) + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
 
 

@@ -49,10 +49,11 @@ def round_index_query(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      (queries [T, H, 128] of `operand_dtype(layout)` with channels in the order of `permute_dims`, weights [T, H]
-      float32). Queries in bfloat16 are the dequantized values, and their weights are returned unchanged. Queries in
-      float8_e4m3fn are in units of 2**-`key_tiles.TOP` times the head's largest scale, and the weights are multiplied
-      by this scale.
+      queries: [T, H, 128] of `operand_dtype(layout)`, with channels in the order of `permute_dims`. In bfloat16, they
+        are the dequantized values. In float8_e4m3fn, they are in units of 2**-`key_tiles.TOP` times the head's largest
+        scale.
+      weights: [T, H] float32. With queries in bfloat16, they are the argument. With queries in float8_e4m3fn, they are
+        multiplied by the head's largest scale.
 
     Raises:
       NotImplementedError: the layout, a shape or a dtype is not supported.

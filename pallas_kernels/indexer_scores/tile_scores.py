@@ -108,9 +108,9 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
         _put(total, out, row + j, first, block, only=far)
 
 
-# Layouts of the operands of `score_far`, in the order in which a pytree flattens them: the tile's words and scales,
-# then the keyword arguments that are arrays or references, by name: `block`, `first`, `out`, `queries` (with the layout
-# `_FAR_QUERIES`). The others have no layout here.
+# Layouts of the operands of `score_far`, in the order of the flattened pytree: the tile's words and scales, then the
+# keyword arguments `block`, `first` and `out`. The next operand, `queries`, has the layout `_FAR_QUERIES`. The operands
+# after it have no layout.
 _FAR_LAYOUTS = key_tiles.CODES.layout, key_tiles.SCALES.layout, PER_WARP, None, None
 _FAR_QUERIES = plgpu.RefType(transforms(jnp.float8_e4m3fn))
 
@@ -151,7 +151,7 @@ def _totals(tile, largest, queries, weights, token):
 
 
 def _put(total, out, row, first, block, only=None):
-    """Stores the scores [64] of a tile; for interpreted kernels.
+    """Stores the scores `total` [64] of a tile for one token, see `score`; for interpreted kernels.
 
     `only` is [4] bool: whether to store the 16 scores of each warp. None stores all.
     """
@@ -213,7 +213,7 @@ def _add_up(dots, weights, head, sums):
       sums: float32 sums of the first and of the second key so far.
 
     Returns:
-      The two new sums, twice the sums of relu(dot) * head weight. `_store` halves them.
+      The two new sums, as a list. They are twice the sums of relu(dot) * head weight, and `_store` halves them.
     """
     weight_index = head + ((thread_ops.lane() & 3) << 1)
     sums = list(sums)

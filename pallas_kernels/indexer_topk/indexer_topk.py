@@ -12,7 +12,7 @@ first 11, its next 11 and its last 10 bits.
     collect, append           lists the scores that have this digit or a larger one
     share_candidates          sends the lists to all blocks, if they are short             lists of all blocks
     count_candidates, find    repeats the search with the second and the third digit       counts unless lists were sent
-    mark                      sets a bit for each entry that is or may be selected
+    mark                      sets a bit for each entry in or above the interval that the search ended with
     write                     writes the selected entries in ascending order               marks unless lists were sent
 """
 
@@ -48,7 +48,7 @@ def indexer_topk(scores: jax.Array, lengths: jax.Array, k: int, *, interpret: bo
       [T, k] int32 indices in ascending order. If a row has fewer than k scores to select, the rest of its result is -1.
 
     Raises:
-      NotImplementedError: `interpret` is set, a shape or dtype is not supported, or a row has more than about 1.4
+      NotImplementedError: `interpret` is set, a shape or dtype is not supported, or a row has more than about 1.57
         million scores.
     """
     if interpret:
@@ -103,7 +103,7 @@ class _Search(NamedTuple):
     low: Any  # smallest key of the interval
     width: Any  # number of possible keys in the interval; 0 if all scores are selected
     rank: Any  # rank of the k-th largest key among the keys in the interval; 1 for the largest
-    spare: Any  # number of scores with keys in the interval that are not selected
+    spare: Any  # number of scores that have keys in the interval, but are not selected
 
 
 def _select_row(radix: RadixSelect) -> None:

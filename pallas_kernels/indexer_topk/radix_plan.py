@@ -127,7 +127,7 @@ class RadixPlan:
 
 
 class CandidateList(NamedTuple):
-    """The scores that each thread of a warpgroup has listed as candidates, from one chunk of scores or from all chunks.
+    """Says which scores of one chunk, or of all chunks, each thread of a warpgroup has listed as candidates.
 
     The scores themselves are in shared memory, see `RadixSelect.collect` and `RadixSelect.append`.
     """

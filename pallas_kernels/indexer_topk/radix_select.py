@@ -172,7 +172,7 @@ class RadixSelect:
         return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
 
     def _chunk_range(self, chunk):
-        """Returns the index of the first entry of this warp's chunk, and the end of the warp's part of the row."""
+        """Returns (index of the first entry of this warp's chunk, end of the entries in the warp's part of the row)."""
         begin = self.first + ops.warp() * self.steps * STEP
         end = (begin + self.steps * STEP).minimum(self.length)
         return begin + chunk * (self.plan.values * 32), end
@@ -266,7 +266,7 @@ class RadixSelect:
         return self.memory[self.plan.offsets.overflow] > 0
 
     def no_candidates(self) -> jax.Array:
-        """Returns [128] int32 zeros, a number of candidates for each thread: `count` of the first `append`."""
+        """Returns [128] int32 zeros, the argument `count` of the first `append`: no thread has listed a candidate."""
         return ops.inline(lambda: U32(0), returns=_PER_THREAD)
 
     def _each_candidate(self, kept, visit):
@@ -533,8 +533,8 @@ class RadixSelect:
         ops.sync()
         marks, counts = self._load_marks()
         before, total = ops.block_prefix_sum(counts, self._word(plan.offsets.scratch), plan.warps)
-        # Words of counts hold the number of marks in `above` in their upper bits, and of marks in `ties` in their lower
-        # bits. The lower bits are 20 bits in `before` and `total`, and 16 bits in `totals`.
+        # A word of counts holds the number of marks in `above` in its upper bits, and the number of marks in `ties` in
+        # its lower bits. The lower bits are 20 bits in `before` and `total`, and 16 bits in `totals`.
         above = before >> 20
         tied = before & 0xFFFFF
         all_above = total >> 20
@@ -620,7 +620,7 @@ class RadixSelect:
             selected_ties = (tied < ties).where(tie_bits, 0)
             above = above + ops.count_bits(above_bits)
             tied = tied + ops.count_bits(tie_bits)
-            # Only the row's first `ties` ties are selected. Of this word's ties, the last `surplus` ones are too many.
+            # Only the row's first `ties` ties are selected, so the last `surplus` ties of this word are left out.
             surplus = ops.count_bits(selected_ties).minimum(tied - tied.minimum(ties))
             (selected_ties,) = ops.loop(surplus, lambda _, bits: [bits ^ ops.highest_bit(bits)], selected_ties)
 

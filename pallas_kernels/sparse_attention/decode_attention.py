@@ -60,9 +60,9 @@ class Config:
     def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
         """Chooses the number of KV splits for an H100.
 
-        With the largest number of splits, up to 66, with which all blocks run at once, a split has up to n tiles. The
-        result is the smallest number of splits that have up to n tiles each. So a token with the maximum number of
-        tiles has no empty split.
+        The first candidate is the largest number of splits, up to 66, with which all blocks run at once. The result is
+        the smallest number of splits whose longest split has no more tiles than with the candidate. So a token with the
+        maximum number of tiles has no empty split.
         """
         tiles = problem.max_tiles
         # Combining more than 66 splits takes more time than the additional blocks save.
@@ -318,7 +318,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
         keys_smem = buffers.keys_smem.at[stage]
         biases_smem = buffers.biases_smem.at[stage]
         peer = (other_block, buffers.keys_full.at[stage]) if buffers.blocks > 1 else None
-        # `zero` is always 0, but the compiler does not know that, see `store_unit`. With one layout it is not needed.
+        # `zero` is always 0, but the compiler does not know that. `store_unit` needs it if there are two layouts.
         zero = None if layouts[0] == layouts[1] else lax.shift_right_logical(tile, jnp.int32(30))
         for i in range(addresses.units):
             first_row = jnp.int32((addresses.first_unit + i) * UNIT)

@@ -1,4 +1,4 @@
-"""Dequantized rows for prefill attention: which rows a token attends to, and how they are copied to shared memory.
+"""Finds the dequantized rows that a token attends to in prefill attention, and copies them to shared memory.
 
 A tile is 64 rows, and a unit is 16 rows of a tile. A token's first tiles hold its window, and its other tiles hold its
 compressed entries.
@@ -41,9 +41,9 @@ class DenseRows:
       entries: [E, 512] bfloat16 compressed entries, request by request, or None.
       indices: [T, K] int32, indices of each token's entries within its request; -1 = none. None: a token attends to the
         first `counts` entries of its request.
-      metadata: [T, 4] int32. The columns are a token's position, the index of its request's first token in the call,
-        the end of its request's older rows in `window_rows` (the index after them), and the index of its request's
-        first entry in `entries`.
+      metadata: [T, 4] int32. Column 0 is the token's position. Column 1 is the index in the call of its request's first
+        token. Column 2 is the index in `window_rows` after its request's older rows. Column 3 is the index in `entries`
+        of its request's first entry.
       counts: [T] int32, number of entries that a token attends to, or with `indices` the number of leading indices that
         are read; -1 = padding.
       window: number of window rows that a token sees, its own included; a multiple of 64.
@@ -126,7 +126,7 @@ class WorkItems:
         return lax.div(self.tokens * self.groups - self.block + (self.blocks - 1), self.blocks)
 
     def locate(self, i: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (token, slice of heads) of this block's item i, or of the last of all items if i is too large."""
+        """Returns (token, slice of heads) of this block's item i; of the last item of all blocks if i is too large."""
         item = jnp.minimum(self.block + i * self.blocks, self.tokens * self.groups - 1)
         token = lax.div(item, self.groups)
         group = lax.rem(item, self.groups)

@@ -62,12 +62,12 @@ def _emit_inverse_rope(values, angles_gmem, token):
     offset = mlir.multiply_add(mlir.to_i64(token), 4 * pairs, mlir.to_i64(arith.muli(column, mlir.index(2))))
     pointers = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
     strides = layout.tiling.tile_strides((width, 1))
-    factors: dict[int, list[Any]] = {}  # {column, counted from the first rotated one: [cosine, sine]}
+    factors: dict[int, list[Any]] = {}  # {value of `rotated` below: [cosine, sine]}
     for indices in np.ndindex(values.registers.shape):
         # `distance` is the number of columns from the thread's first column to the register's column, the same in all
         # threads.
         distance = sum(i * stride for i, stride in zip(indices, strides, strict=False)) % width
-        rotated = distance - (width - 2 * pairs)  # the same, but counted from the first rotated column
+        rotated = distance - (width - 2 * pairs)  # `distance` minus the number of columns without RoPE
         pair = values.registers[indices]
         if rotated < 0:
             yield pair

@@ -38,7 +38,7 @@ type RowLayouts = tuple[RowLayout, RowLayout]
 
 UNIT = 16  # number of rows of a unit
 LANES = 8  # number of lanes that share a row
-TILE_BYTES = 16 * GROUP  # bytes of a tile in shared memory: 8 rows of a group of 64 columns, 128 bytes each
+TILE_BYTES = 16 * GROUP  # bytes of an 8 x 64 tile that `wgmma` reads: 8 rows of a group of 64 columns, 128 bytes each
 # Number of bytes of a unit's bfloat16 values and float32 biases, as sent to the other block of a cluster.
 UNIT_BYTES = UNIT * (2 * ROW_DIM + 4)
 
@@ -254,8 +254,13 @@ def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None, 
 def _put_e4m3(unit, scales, layout, lane, put):
     """Emits the decoding of a thread's part of a row of E4M3 codes.
 
-    `put` stores 4 words of bfloat16 pairs. Its second argument is the offset in bytes from the place of chunk `lane` of
-    group 0, where a chunk is 16 bytes of a group.
+    Args:
+      unit: as in `store_unit`.
+      scales: list of the words of scales that this thread holds.
+      layout: byte layout of the row.
+      lane: index of this thread among the 8 lanes that share the row.
+      put: function (words, offset) that stores 4 words of bfloat16 pairs, a chunk of 16 bytes. The offset counts bytes
+        from the place of chunk `lane` of group 0.
     """
     parts = [unit[0], unit[2]] if _is_fine(layout) else [unit[0]]
     codes = [register for part in parts for register in part.registers.flat]
@@ -267,11 +272,17 @@ def _put_e4m3(unit, scales, layout, lane, put):
 
 
 def _put_e2m1(codes, scale, lane, own_row, put):
-    """Emits the decoding of a thread's part of a row of E2M1 codes; `put` is as in `_put_e4m3`.
+    """Emits the decoding of a thread's part of a row of E2M1 codes.
 
     Lane l holds 16 codes of each of the groups l // 4, 2 + l // 4, ..: chunks 2 * (l % 4) and 2 * (l % 4) + 1, of 8
     codes each. Lanes 4 to 7 store the second chunk first, so that the 8 lanes of a row store to all banks of shared
     memory at once.
+
+    Args:
+      codes: the unit's array of codes.
+      scale: the word of scales that this thread holds.
+      lane, put: as in `_put_e4m3`.
+      own_row: index of the row in the unit.
     """
     is_upper = lane >= 4
     line = own_row % 8
@@ -437,9 +448,9 @@ _SPREAD_CODES = "prmt.b32 a, z, $4, {select:#x}; shl.b32 a, a, 2; and.b32 a, a, 
 
 
 def _decode_e2m1(codes, factor):
-    """Emits the decoding of a word of 8 E2M1 codes, times a word with two equal bfloat16, to 4 words of pairs.
+    """Emits the decoding of a word of 8 E2M1 codes, times their scale, to 4 words of bfloat16 pairs.
 
-    All products are exact.
+    `factor` is a word with two copies of the scale in bfloat16. All products are exact.
     """
     code = "{ .reg .b32 a, k, z; mov.b32 k, 0x7E807E80; shl.b32 z, $4, 4;"
     for i in range(4):

@@ -14,7 +14,7 @@ memory has nine stages, which hold a chunk each.
 
 Before `add_high` adds a tile, it also waits until `score` has multiplied the queries by the next tile (`scored`). The
 products of `add_high` then run while `score` computes the weights of that next tile. The order in which a token's rows
-are added depends on the token's own position alone.
+are added never depends on another token.
 """
 
 import dataclasses
@@ -268,9 +268,9 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             pl.when(t > 0)(lambda: plgpu.barrier_arrive(buffers.scored.at[stage]))
             pl.when(t == tiles - 1)(lambda: fetch_queries(i + 1))
             weights, rescale, *stats = online_softmax.weigh(products, _bias_smem(buffers, first_tile + t), *stats)
-            # The weights of this tile overwrite those of tile `first_tile + t - 2`. Both add roles have read these: a
-            # role releases its keys of a tile after it has read the tile's weights, and the keys of this tile arrive
-            # only after both roles have released keys of that tile.
+            # The weights of this tile overwrite those of tile `first_tile + t - 2`, which both add roles have read: a
+            # role reads a tile's weights before it releases its keys of the tile. The keys of this tile arrive only
+            # after both roles have released keys of that earlier tile.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
             kv_tiles.fence()

@@ -22,8 +22,8 @@ from pallas_kernels.sparse_attention.kv_tiles import UNIT, take
 
 TILE = 64
 UNITS = TILE // UNIT
-# Stands for the position of padding, and for the first row of rings that are left out. It stays negative when the index
-# of a row or a position is added.
+# This is used as the position of padding, and as the index of the first row of a ring that is left out. A sum of this
+# number and the index of a row, or a position, is still negative.
 NOWHERE = -(1 << 30)
 
 
@@ -77,7 +77,7 @@ class RowAddresses:
     """
 
     def __init__(self, problem: AttentionProblem, token: jax.Array, last: jax.Array, first_unit: Any, units: int):
-        """Loads the token's position, slot and ring.
+        """Loads the token's position and slot, and computes where its ring and the layer's entries start in the pools.
 
         Args:
           problem: references to the rows that the tokens attend to.

@@ -88,7 +88,8 @@ def attention_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the sums of each KV split of `sparse_attention`, without combining the splits.
 
-    `combine` computes the attention from these sums alone, or together with the sums of other devices.
+    `combine` computes the attention from these sums. For rows on several devices, `dsv4_jax.ops.context_parallel`
+    combines the sums of all devices.
 
     Args:
       q, slots, positions, rings, compressed, interpret: as in `sparse_attention`; T at least 1.
