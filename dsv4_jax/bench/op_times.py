@@ -31,7 +31,8 @@ CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
     "hyper_connections": hyper_connections_cases,
     "router": router_cases,
 }
-# Without a GPU, cases of these ops have the packaged model's sizes if the model is larger and has the same KV format.
+# Without a GPU, cases of these ops use the packaged model's configuration in place of the given one, if both have the
+# same KV format and the given one has the larger hidden size.
 _READ_WEIGHTS = "linear", "experts", "hyper_connections", "router"
 _MAX_CPU_BYTES = 1 << 25  # maximum bytes of a call, and of a layer, in cases that are measured without a GPU
 

@@ -243,8 +243,9 @@ def _place_experts(config, views, expert_memory):
             stacks[id(view.variable)].append((module, view))
     # A matrix of an expert has half a byte for each FP4 code.
     max_bytes = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
-    # Every matrix is copied from one array of random bytes. The copies for experts and layers begin at different
-    # multiples of 4096 bytes, as far as the array has enough of these places.
+    # Every matrix is copied from one array of random bytes. The copy for an expert of a layer begins at place
+    # 7 * layer + 31 * expert, in units of 4096 bytes and modulo the number of places. So neighboring experts and layers
+    # have different bytes.
     draw_bytes = _Draw(_bytes, ((2 * max_bytes,),))
     (random_bytes,) = jax.block_until_ready(_drawn([np.uint32(0)], (draw_bytes,)))
     address = random_bytes.unsafe_buffer_pointer()

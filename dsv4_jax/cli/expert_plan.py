@@ -69,7 +69,8 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         experts=experts,
         chosen=config.num_experts_per_tok,
         expert_bytes=sum(matrices),
-        # All weights but the routed experts, their scales, the draft layers and the tables in host memory.
+        # All weights but the routed experts with their scales, the draft layers, and the tables in host memory.
+        # `routed` includes the experts' codes, which `other_weights` leaves out, so the codes are added first.
         other_bytes=other_weights + experts * slice_bytes - routed,
         read_rate=READ_RATES[gpu],
     )

@@ -134,7 +134,7 @@ class PlanCommand:
           config: configuration of the model.
           one: schema of a cache for one request with the whole context.
           memory: bytes of a device's memory.
-          device: the memory that is left for the cache, and the mesh.
+          device: bytes of a device for the cache, and the numbers of devices that share requests and blocks.
         """
         fits = []
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):

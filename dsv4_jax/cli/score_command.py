@@ -59,7 +59,7 @@ class ScoreCommand(ModelOptions):
 
     def run(self) -> None:
         """Runs the command. Raises ValueError, TypeError or OSError after a user's mistake."""
-        # Options are checked before the weights are read, which takes long, and most of them before JAX is imported.
+        # Reading the weights takes long, so all options are checked before. Most are checked before JAX is imported.
         if self.drafts and self.window_only:
             raise ValueError("--window-only is for the model alone: leave out --drafts")
         if (self.ids is None) == (self.text is None):

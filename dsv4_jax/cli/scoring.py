@@ -188,9 +188,10 @@ def read_ids(path: Path) -> np.ndarray:
 
 
 def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """Returns the number of UTF-8 bytes of each row's text, not counting the text of the row's first token.
+    """Returns the number of UTF-8 bytes of the text of each row of `ids`, [B, T] token ids, without its first token's.
 
-    The result is [] if the tokenizer turns the text of a row into other tokens, or if a text has no bytes.
+    Returns [] if the text of a row does not encode to the row's tokens again, does not begin with the text of the first
+    token, or has no bytes after it.
     """
     lengths = []
     for row in ids.tolist():

@@ -18,10 +18,11 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 @pytree_dataclass
 class LogitsProcessor:
-    """A pair of functions that change a request's logits before each of its tokens is drawn, as penalties and bans do.
+    """Changes a request's logits before each of its tokens is drawn, as penalties and bans do.
 
-    Both functions are written for one request, must be pure, and are traced into the step under `jax.vmap`. A program
-    is compiled for each pair of functions, so make a processor once, not with a new `lambda` for each call.
+    `process` changes the logits, and `update` keeps a state for it. Both functions are written for one request, must be
+    pure, and are traced into the step under `jax.vmap`. A program is compiled for each pair of functions, so make a
+    processor once, not with a new `lambda` for each call.
 
     Attributes:
       process: function (logits [vocab] float32, state) -> logits [vocab] float32. A token with -inf is never drawn.

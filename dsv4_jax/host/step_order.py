@@ -63,11 +63,14 @@ class CacheContents:
     origin: int = 0
 
     def is_behind(self, numbers: np.ndarray, slots: Any) -> Any:
-        """Returns whether the cache is known to lack tokens of requests.
+        """Returns whether the cache is known to lack tokens of requests that have tokens.
 
         Args:
-          numbers: [slots] array of dtype `NUMBERS`, which counts all tokens of the requests.
-          slots: a request's slot, or an [n] array of slots. The result then has shape [n], too.
+          numbers: [slots] array of dtype `NUMBERS`, the states of the requests with all of their tokens.
+          slots: slot of a request, or [n] slots.
+
+        Returns:
+          Boolean array of the shape of `slots`.
         """
         present = self.numbers[slots]
         return np.where(present["admitted"] == 0, self.is_complete, present["changed"] != numbers[slots]["changed"])

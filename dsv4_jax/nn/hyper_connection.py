@@ -121,12 +121,12 @@ class HyperConnection(nnx.Module):
         """Merges the preceding block's output into the streams, and collapses them to this block's input.
 
         Args:
-          residual: the residual between the preceding block and this one.
+          residual: the streams, with the preceding block's output that is not merged yet, if there is one.
           norm: norm of the collapsed streams.
 
         Returns:
-          (normed input of this block [T, hidden] in the streams' dtype; the residual, whose `post` takes this block's
-          output).
+          (x, residual). `x` [T, hidden] is the normed input of this block, in the streams' dtype. `residual` holds the
+          merged streams and the new mixing weights. Pass this block's output to `residual.post`.
         """
         streams, x, mixing = _pre(residual, self._weights(), norm)
         return residual.gather(x), dataclasses.replace(residual, streams=streams, y=None, mixing=mixing)

@@ -69,7 +69,8 @@ class LayerLoop(nnx.Module):
         """
         run = self.run
         graphs, stacks = zip(*map(nnx.split, self.layers), strict=True)
-        # Without the barrier, XLA would dequantize the weights of all layers at once, or before a loop that calls this.
+        # Without the barrier, XLA would move dequantization out of the scan below, and so dequantize the weights of all
+        # layers at once. If a loop over steps calls this method, XLA would even move it before that loop.
         stacks, x = jax.lax.optimization_barrier((stacks, x))
         # For each layer of a period, the names of the values that it records.
         names = [

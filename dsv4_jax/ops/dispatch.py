@@ -90,8 +90,8 @@ def dispatch(
     name = implementation or default or "mosaic_gpu"
     if name == "xla":
         return xla(*layer_value(args), **options)
-    # Within use_implementation("mosaic_gpu") the device is not checked, because a program may be compiled for a GPU on
-    # a machine that has none.
+    # The device is not checked if use_implementation("mosaic_gpu") chose the kernel, because a program may be compiled
+    # for a GPU on a machine that has none.
     checks_device = name == "mosaic_gpu" and (implementation is not None or default is None)
     unsupported = why_no_mosaic_gpu() if checks_device else None
     try:

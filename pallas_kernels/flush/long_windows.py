@@ -3,7 +3,7 @@
 A window is pooled in 8 chunks of consecutive rows. The sums of the chunks are always added in the order of `tree_sum`,
 so that an entry's bytes do not depend on the number of blocks. The grid consists of clusters of n blocks. A cluster
 works on consecutive tokens of the call, and on the windows that these tokens close. Each warpgroup of a block works on
-an equal part of the channels, from the copies to the entry.
+an equal part of the channels in all steps after the first.
 
     block    step           does                                          waits for              signals
     all      row_writer     stores the state rows of the cluster's tokens,
@@ -12,9 +12,11 @@ an equal part of the channels, from the copies to the entry.
                             also chunks of the next window
     all      _pool_chunk    pools chunks b, b + n, .. for block b         copies, `wait`         chunks_full
     first    _finish_entry  adds up the chunks, stores the entry          chunks_full            `arrive`
+    others                                                                                       `arrive`
 
-`arrive` and `wait` use the barrier of the cluster. The first block calls `arrive` when it has read the results of a
-window's chunks. The blocks call `wait` before they send results of the next window, which overwrite those results.
+`arrive` and `wait` use the barrier of the cluster. After each window all blocks call `arrive`: the first block when it
+has read the results of the window's chunks, the others when they have sent theirs. All blocks call `wait` before they
+send results of the next window, which overwrite those of this one.
 """
 
 import dataclasses

@@ -103,7 +103,8 @@ def _run(ctx, first, step, share, with_states):
     store = with_states and row_writer(ctx, first, step, share, tokens)
     started = _start_scan(ctx, first, step, 0)
     if store:
-        # If there is only one state row, `row_writer` has loaded it already. The window's rows are copied meanwhile.
+        # The state rows are stored while the first window's rows are being copied. If there is only one state row,
+        # `row_writer` loaded it before these copies were started.
         store()
     _store_windows(ctx, first, step, 0, share, *started)
     if share > SCAN:

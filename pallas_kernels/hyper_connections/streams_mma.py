@@ -55,8 +55,8 @@ def update_slice(index: jax.Array, tile: jax.Array, refs: StreamRefs, values_sme
       tile: int32 scalar, index of the tile of 32 tokens.
       refs: references to the launch's arrays.
       values_smem: [4 streams * 32 tokens, 32 channels] bfloat16, the new streams; on a GPU, in the order of `_address`.
-      sums_smem: [4 * n * 128] float32, the sums of the 4 warps. A warp has 128 sums from each of its n products
-        (`mma`), with n = 2 * ceil(R / 8): one product for 16 tokens and 8 rows of fn.
+      sums_smem: [4 * n * 128] float32, the sums of the 4 warps. A warp has 128 sums from each of its n products, with
+        n = 2 * ceil(R / 8): one product for 16 tokens and 8 rows of fn, of several `mma` instructions.
     """
     # Interpreted, the call for tile 0 computes all tiles, since tests have few tokens.
     pl.when(tile == 0)(lambda: mixing.add_channels(refs, index, CHANNELS))
@@ -93,7 +93,8 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
         llvm.store(squares, mlir.element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
     mgpu.utils.warpgroup_barrier()
 
-    # Each warp stores its sums; a lane holds four for each `mma`. Then `store_sums` adds up the sums of the four warps.
+    # Each warp stores its sums, four per lane for each product of 16 tokens and 8 rows. Then `store_sums` adds up the
+    # sums of the four warps.
     num_products = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
         number = (warp * num_products + half * groups + group) * WARP + lane  # index of this lane's four sums
@@ -104,7 +105,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
         terms = [thread_ops.load_vector(sums + ((number + j * num_products * WARP) << 4)) for j in range(STREAMS)]
         totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
         lane = number & 31
-        product = number >> 5  # index of the `mma`, ordered by half of the tile, then by group of rows
+        product = number >> 5  # index of the product, ordered by half of the tile, then by group of rows
         token = first_token + (product // groups) * 16 + (lane >> 2)
         logit = (product % groups) * 8 + (lane & 3) * 2
         for i in range(2):

@@ -558,9 +558,9 @@ class RadixSelect:
         """Loads this thread's words of the bitmaps.
 
         Returns:
-          (marks, counts). `marks` is a list of (word of the bitmap `above`, word of the bitmap `ties`, index in the row
-          of the entry that bit 0 marks). `counts` is a word: its upper 12 bits are the number of this thread's marks in
-          `above`, and its lower 20 bits the number of this thread's marks in `ties`.
+          (marks, counts). `marks` is a list of (word of the bitmap `above`, word of the bitmap `ties`, first_entry).
+          Bit i of both words stands for entry `first_entry + i` of the row. `counts` is a word: its upper 12 bits are
+          the number of this thread's marks in `above`, and its lower 20 bits the number of its marks in `ties`.
         """
         plan = self.plan
         words_per_thread = -(-plan.marks // plan.threads)

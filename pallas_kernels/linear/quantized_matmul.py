@@ -151,7 +151,7 @@ class QuantizedMatmulProblem:
 
     @property
     def height(self) -> int:
-        """The number of output channels of a tile that one warpgroup computes."""
+        """The number of output channels that one warpgroup computes in a tile: 64, or 32 if gated."""
         return ROWS // self.gemm.matrices
 
     @property

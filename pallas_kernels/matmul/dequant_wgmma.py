@@ -133,8 +133,9 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             kind = "u16" if chunks == 1 else "u32"
             row_scales = thread_ops.shared(table) + first_row * size + scale_at, row_distance * size, kind
         elif layout.has_small_blocks:
-            # `scale_at` has two bytes for each half of the warpgroup's rows. If gated, a thread has a row in each half.
-            # Otherwise, both rows of a thread are in one half, whose bytes are shifted to the lower end of `word`.
+            # Here `scale_at` is no index but holds four scales: for each half of the warpgroup's rows two bytes, one
+            # per 32 columns. If gated, a thread has a row in each half. Otherwise both rows of a thread are in one half,
+            # whose bytes are shifted to the lower end of `word`.
             word = scale_at if gated else scale_at >> ((thread >> 6) << 4)
             row_scales = tuple([(word >> (16 * half + 8 * i)) & 255 for i in range(2)] for half in (0, int(gated)))
         else:

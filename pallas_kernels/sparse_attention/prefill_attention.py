@@ -145,7 +145,8 @@ class PrefillBuffers:
     # Terms added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` of a tile's chunk 0 says that the
     # terms were written.
     biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
-    # Softmax weights before the division by their sum. `keys_empty` of the tile's keys also says that they were read.
+    # Softmax weights before the division by their sum. They need no barrier `weights_empty`: an add role reads a tile's
+    # weights before it signals `keys_empty` for its chunks of the tile.
     weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
     # Rows 0 .. STAGES - 1: factors for the sums of earlier tiles, written and read together with the weights. Row
     # STAGES: factors of the final sums, guarded by `scale_full` and `scale_empty`. All factors share an array, because

@@ -236,15 +236,16 @@ class PrefixCache(Summarized):
     def chunk_end(self, slot: int, tokens: np.ndarray, end: int, *, salt: str = "") -> int:
         """Returns the position at which the next chunk of a prompt should end, so that later prompts can hit there.
 
-        A snapshot is taken at the end of a chunk if this is a boundary: a multiple of `every` blocks, or of one block
-        if `every` is None. The first of these rules that applies decides:
+        A boundary is a multiple of `every` blocks, or of one block if `every` is None. A snapshot is taken at the end
+        of a chunk that ends at a boundary. The first of these rules that applies decides:
 
-        1. If the prompt parts from the cached prompts within the chunk, and the nearest boundary up to there has no
-           snapshot, the chunk ends at this boundary. The next prompt with the same beginning then hits there.
-        2. If the prompt's last boundary is within the chunk, the chunk ends there, since the next prompt of a chat
-           begins with this one and then hits there. The tokens after the boundary take another step.
-        3. If `every` is set, the chunk ends at its largest boundary, unless this cuts off more than an eighth of it.
-        4. The chunk ends at `end`.
+        1. The prompt differs from all cached prompts from some position within the chunk on. If the last boundary
+           before this position is within the chunk and has no snapshot, the chunk ends there. The next prompt that
+           shares this beginning can then hit there.
+        2. If the last boundary of the whole prompt is within the chunk, the chunk ends there. The next prompt of a chat
+           begins with this prompt, so it can hit there. The tokens after the boundary take another step.
+        3. If `every` is set, the chunk ends at its last boundary, unless this shortens it by more than an eighth.
+        4. Otherwise the chunk ends at `end`.
 
         Args:
           slot: slot of the request.
