@@ -282,15 +282,17 @@ def _faults(spec, unplaced, placed, owners):
     if spec.candidates is not None:
         if not spec.selects:
             yield f"has candidates={spec.candidates}, but does not select entries itself"
-        if not 0 <= spec.candidates <= spec.layer or not (source := placed[spec.candidates]).makes_candidates:
+        source = placed[spec.candidates] if 0 <= spec.candidates <= spec.layer else None
+        if source is None or not source.makes_candidates:
             yield f"is restricted to the candidates of layer {spec.candidates}, which makes none before it"
-        if source.compress_rate != rate:
+        elif source.compress_rate != rate:
             yield f"scores entries of {rate} tokens, but layer {source.layer} makes candidates of other entries"
     if spec.selection is None:
         return
-    if not 0 <= spec.selection <= spec.layer or not (selector := placed[spec.selection]).selects:
+    selector = placed[spec.selection] if 0 <= spec.selection <= spec.layer else None
+    if selector is None or not selector.selects:
         yield f"attends to the selection of layer {spec.selection}, which is not an earlier indexer's"
-    if selector.compress_rate != rate:
+    elif selector.compress_rate != rate:
         yield (
             f"has entries of {rate} tokens, but attends to the selection of layer {selector.layer}, whose entries have "
             f"{selector.compress_rate}: some would not exist yet"

@@ -134,8 +134,8 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             row_scales = thread_ops.shared(table) + first_row * size + scale_at, row_distance * size, kind
         elif layout.has_small_blocks:
             # Here `scale_at` is no index but holds four scales: for each half of the warpgroup's rows two bytes, one
-            # per 32 columns. If gated, a thread has a row in each half. Otherwise both rows of a thread are in one half,
-            # whose bytes are shifted to the lower end of `word`.
+            # per 32 columns. If gated, a thread has a row in each half. Otherwise both rows of a thread are in one
+            # half, whose bytes are shifted to the lower end of `word`.
             word = scale_at if gated else scale_at >> ((thread >> 6) << 4)
             row_scales = tuple([(word >> (16 * half + 8 * i)) & 255 for i in range(2)] for half in (0, int(gated)))
         else:
