@@ -90,10 +90,11 @@ class Choice:
             self.cached_tokens = request.cached_tokens
             if self.prompt and not num_earlier:
                 logprobs = [None, *request.prompt_logprobs]
-                tops = [(), *_pairs(request.prompt_top_logprobs)]
-                for (token, offset), logprob, top in zip(self.prompt, logprobs, tops, strict=True):
+                prompt_tops = [(), *_pairs(request.prompt_top_logprobs)]
+                for (token, offset), logprob, top in zip(self.prompt, logprobs, prompt_tops, strict=True):
                     self.scored.append(ScoredToken(token, logprob, top, offset))
-            # `tops` ends with the tokens of this update. `zip` drops tokens that the engine has added since.
+            # `tops` holds this update's tokens only. `zip` stops at its end, and so drops tokens that the engine's
+            # thread has added since.
             begin = request.prompt_length + self.num_generated
             tops = _pairs(request.top_logprobs[self.num_generated : update.num_generated])
             drawn = list(zip(request.tokens_from(begin), request.logprobs_from(begin), tops, strict=False))
