@@ -34,9 +34,9 @@ def gather_compressed_kv(slots: jax.Array, entries: Paged, *, interpret: bool = 
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      kv: [T, K, 512] bfloat16 values of the entries, zeros for entries that are not valid.
-      valid: [T, K] bool. An entry is valid if the token is not padding, the index is not -1, and the block table has a
-        block for the entry.
+      (kv, valid). `kv` [T, K, 512] has the bfloat16 values of the entries, zeros for entries that are not valid.
+      `valid` is [T, K] bool. An entry is valid if the token is not padding, the index is not -1, and the block table
+      has a block for the entry.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
@@ -69,9 +69,9 @@ def gather_all_compressed_kv(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      kv: [T, E, 512] bfloat16 values of the entries, zeros for entries that are not valid. E is the maximum number of
-        entries of a request, max_blocks * entries per block.
-      valid: [T, E] bool. An entry is valid if it is visible and the block table has a block for it.
+      (kv, valid). `kv` [T, E, 512] has the bfloat16 values of the entries, zeros for entries that are not valid. E is
+      the maximum number of entries of a request, max_blocks * entries per block. `valid` is [T, E] bool. An entry is
+      valid if it is visible and the block table has a block for it.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
@@ -114,8 +114,8 @@ def gather_swa_kv(
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
-      kv: [T, window, 512] bfloat16 values of the rows, zeros for rows that are not valid.
-      valid: [T, window] bool. Rows of negative positions and rows of padding are not valid.
+      (kv, valid). `kv` [T, window, 512] has the bfloat16 values of the rows, zeros for rows that are not valid. `valid`
+      is [T, window] bool. Rows of negative positions and rows of padding are not valid.
 
     Raises:
       NotImplementedError: a layout, a shape or a dtype is not supported.
