@@ -99,8 +99,9 @@ class DSV4Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
         config_json.check_numbers(vars(self) | {"num_hidden_layers": self.num_hidden_layers})
-        names = "mlp_layer_types", self.mlp_layer_types, config_json.MLP_LAYER_TYPES, self.num_hidden_layers
-        object.__setattr__(self, "mlp_layer_types", config_json.check_names(*names))
+        known = config_json.MLP_LAYER_TYPES
+        names = config_json.check_names("mlp_layer_types", self.mlp_layer_types, known, self.num_hidden_layers)
+        object.__setattr__(self, "mlp_layer_types", names)
         ends = self.eos_token_id
         check(isinstance(ends, list | tuple), f"eos_token_id={ends!r} must be a tuple of token ids")
         object.__setattr__(self, "eos_token_id", tuple(check_whole("eos_token_id", x, 0, 2**31 - 1) for x in ends))

@@ -69,9 +69,9 @@ class ResidualStreams:
         """Returns the rows of x [T, ...] that belong to the tokens of `streams`."""
         return ops.local_rows(x) if self.is_sharded else x
 
-    def gather(self, x: Float[Array, "..."], axis: int = 0) -> Float[Array, "..."]:
-        """Returns x of all tokens, given x of the tokens of `streams` on the given axis."""
-        return ops.all_gather(x, axis) if self.is_sharded else x
+    def gather(self, x: Float[Array, "S ..."]) -> Float[Array, "T ..."]:
+        """Returns x [T, ...] of all tokens, given x [S, ...] of the tokens of `streams`."""
+        return ops.all_gather(x, axis=0) if self.is_sharded else x
 
     def post(self, y: Float[Array, "T D"]) -> "ResidualStreams":
         """Returns the residual with the block's output y [T, hidden], which the next `pre` or `merged` merges."""

@@ -174,8 +174,8 @@ class Experts(nnx.Module):
         if gate_up.shape[0] < self.number:  # expert parallelism: experts of other devices get ids out of range
             experts = experts - ops.model_index() * gate_up.shape[0]
             permutation = None
-        options = {"limit": self.limit, "total_experts": self.number}
-        return ops.experts(x, experts, weights, gate_up, down, permutation, shared, **options)
+        arrays = x, experts, weights, gate_up, down, permutation, shared
+        return ops.experts(*arrays, limit=self.limit, total_experts=self.number)
 
 
 class MoE(nnx.Module):

@@ -71,8 +71,15 @@ def experts(
         routed = experts(*arrays, limit=limit, total_experts=total_experts, implementation=implementation)
         return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
     args = x, selected, weights, gate_up, down, permutation, *(shared or ())
-    options = {"limit": limit, "total_experts": total_experts}
-    return dispatch("experts", implementation, *args, xla=_experts_xla, kernel=_experts_kernel, **options)
+    return dispatch(
+        "experts",
+        implementation,
+        *args,
+        xla=_experts_xla,
+        kernel=_experts_kernel,
+        limit=limit,
+        total_experts=total_experts,
+    )
 
 
 def _experts_kernel(x, selected, weights, gate_up, down, permutation, *shared, limit, total_experts, interpret):
