@@ -19,6 +19,9 @@ Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
 # The kernel takes a bfloat16 weight with at least this number of rows. With fewer rows XLA is faster, because it
 # multiplies an input by several weights at once.
 MIN_ROWS = 1536
+# With more tokens than `bfloat16_linear` takes, a kernel takes a layer's matrix of at least this number of rows from a
+# stack. XLA would copy the matrix before the product.
+MIN_STACK_ROWS = 1024
 
 
 def linear(
@@ -41,7 +44,8 @@ def linear(
       norm: (weight [k] float32, epsilon) of an RMS norm, whose result is rounded to the dtype of x before the product.
         It requires `num_groups` of 1. None = no norm.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x [T, k] in bfloat16, with FP8
-        weights, or with bfloat16 weights if T is small and a multiple of 8.
+        weights, or with bfloat16 weights if T is a multiple of 8 up to 64. From 65 tokens on, they take bfloat16
+        weights from a stack of layers.
 
     Returns:
       One array [..., size] for each output of the spec.
@@ -189,15 +193,19 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
     if len(weights) > 1 or isinstance(layer_value(weights[0]), QuantizedWeight):
         options = {"spec": spec, "swiglu_limit": swiglu_limit, "interpret": interpret}
         return _quantized_kernel(x, weights, norm_weight, eps=eps, **options)
-    if not interpret and weights[0].shape[0] < MIN_ROWS:
-        raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {weights[0].shape[0]}")
+    rows = weights[0].shape[0]
     tokens = x.size // x.shape[-1]
-    if not interpret and (tokens > kernels.MAX_BFLOAT16_TOKENS or tokens % kernels.BFLOAT16_TOKENS):
+    (weight,), layer = layer_stacks(weights)
+    multiply = kernels.bfloat16_linear
+    if layer is not None and tokens > kernels.MAX_BFLOAT16_TOKENS and rows >= MIN_STACK_ROWS:
+        multiply = kernels.quantized_matmul
+    elif not interpret and rows < MIN_ROWS:
+        raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {rows}")
+    elif not interpret and (tokens > kernels.MAX_BFLOAT16_TOKENS or tokens % kernels.BFLOAT16_TOKENS):
         multiples = f"{kernels.BFLOAT16_TOKENS}, {2 * kernels.BFLOAT16_TOKENS}, .."
         raise PreferXla(f"the kernel is for {multiples} or {kernels.MAX_BFLOAT16_TOKENS} tokens, got {tokens}")
     x = _rms_norm(x, layer_value(norm_weight), eps)
-    (weight,), layer = layer_stacks(weights)
-    outputs = kernels.bfloat16_linear(x, weight, layer=layer, spec=spec, interpret=interpret)
+    outputs = multiply(x, weight, layer=layer, spec=spec, interpret=interpret)
     return _activate(outputs, swiglu_limit)
 
 
@@ -215,4 +223,4 @@ def _quantized_kernel(x, weights, norm_weight, *, eps, **options):
     weights = tuple((one.codes, one.scale) if isinstance(one, QuantizedWeight) else one for one in weights)
     if x.shape[0] <= kernels.MAX_QUANTIZED_TOKENS:
         return kernels.quantized_linear(x, weights, norm_weight, layer=layer, eps=eps, **options)
-    return kernels.quantized_matmul(x, *weights[0], layer=layer, **options)
+    return kernels.quantized_matmul(x, weights[0], layer=layer, **options)

@@ -1,4 +1,4 @@
-"""Linear maps of few tokens with bfloat16 or FP8 weights, of many tokens with FP8 weights, and products of adapters."""
+"""Linear maps of few and of many tokens with bfloat16 or FP8 weights, and products of adapters."""
 
 from pallas_kernels.linear.add_adapters import (
     MAX_TOKENS as MAX_ADAPTED_TOKENS,

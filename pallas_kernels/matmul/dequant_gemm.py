@@ -46,7 +46,8 @@ MAX_CODES_RING = 224
 SCALES_STAGES = 3
 CODES_STAGES = 2  # number of stages of the separate ring of codes
 # {number of multiplying warpgroups: (registers of a loading thread, registers of a multiplying thread)}. The sum over
-# the warpgroups of a block is at most 512, since a multiprocessor has 512 * 128 registers.
+# the warpgroups of a block is at most 512, since a multiprocessor has 512 * 128 registers. With one multiplying
+# warpgroup, all threads have 255 registers.
 REGISTERS = {2: (40, 232), 4: (24, 112)}
 
 
@@ -102,7 +103,7 @@ class DequantGemm:
     layout: WeightLayout
     depth: int  # number of columns of the weights, a multiple of 64
     inputs: int  # number of inputs of a tile, a multiple of 16 up to 256
-    warpgroups: int  # number of warpgroups that multiply, 2 or 4; each multiplies 64 rows of a tile
+    warpgroups: int  # number of warpgroups that multiply, 1, 2 or 4; each multiplies 64 rows of a tile
     gated: bool = False  # whether half of a tile's rows are the gate's and half the up projection's, for SwiGLU
     blocks: int = 1  # number of blocks of a cluster, 1 or 2, along the cluster's axis "block"
 
@@ -128,13 +129,15 @@ class DequantGemm:
 
     @property
     def has_wide_steps(self) -> bool:
-        """Whether the weights are FP4 and three stages with steps of 128 bytes fit into shared memory.
+        """Whether three stages with steps of 128 bytes fit into shared memory, and the weights are FP4 or FP8.
 
+        FP8 in blocks of 32 x 32 values has no such steps, because a step then has more scales than `_fp8_scales` packs.
         Steps of 128 bytes are whole lines of the L2 cache. With three stages, FP4 took 6% less time with steps of 128
         bytes than with steps of 64. With two stages, it took up to 31% longer.
         """
         stage_bytes = 128 * self.rows + 2 * self.layout.columns(128) * self.inputs
-        return self.layout.bits == 4 and 3 * stage_bytes <= self.free_bytes
+        is_wide = self.layout.bits < 16 and not self.layout.has_small_blocks
+        return is_wide and 3 * stage_bytes <= self.free_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -184,12 +187,11 @@ class DequantGemm:
     def overlaps(self) -> bool:
         """Whether a step's weights are unpacked while the products of the previous step still run.
 
-        With four warpgroups, a tile has few inputs, so its sums leave enough registers for the unpacked weights. Steps
-        of bfloat16 and FP4 steps of 32 bytes do not overlap. Each of them is a single chunk of 64 columns, so that the
-        weights of the next step would be loaded into registers that the running products still read. No kernel
-        multiplies FP8 with four warpgroups.
+        With two warpgroups, a tile can have so many inputs that registers have no room for the unpacked weights beside
+        the sums. Steps of a single chunk of 64 columns do not overlap, because the weights of the next step would be
+        loaded into registers that the running products still read.
         """
-        return self.warpgroups == 4 and self.layout.bits < 16 and (self.layout.bits == 8 or self.step_bytes > 32)
+        return self.warpgroups != 2 and self.step_columns > dequant_wgmma.CHUNK
 
     def scratch(self) -> DequantScratch:
         """Returns the scratch types for `run`. If codes have a separate ring, a stage holds only inputs."""
@@ -232,16 +234,18 @@ class DequantGemm:
 
         Every warpgroup of the block calls this method, with its index in the block.
         """
-        load_registers, multiply_registers = REGISTERS[self.warpgroups]
+        registers = REGISTERS.get(self.warpgroups)
 
         @pl.when(warpgroup == self.warpgroups)
         def _():
-            plgpu.set_max_registers(load_registers, action="decrease")
+            if registers:
+                plgpu.set_max_registers(registers[0], action="decrease")
             _load(self, operands, refs)
 
         @pl.when(warpgroup < self.warpgroups)
         def _():
-            plgpu.set_max_registers(multiply_registers, action="increase")
+            if registers:
+                plgpu.set_max_registers(registers[1], action="increase")
             with jax.named_scope("multiply"):
                 pl.loop(0, operands.tiles)(functools.partial(_multiply_tile, self, operands, refs, warpgroup))
 

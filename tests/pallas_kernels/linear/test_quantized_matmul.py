@@ -1,4 +1,4 @@
-"""The kernel of FP8 weights with many tokens against float64: interpreted, on a GPU, and compiled for one."""
+"""The kernel of many tokens against float64: interpreted, on a GPU, and compiled for one."""
 
 import chex
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 
 from dsv4_jax import ops
 from dsv4_jax.ops import LinearSpec
+from dsv4_jax.quant import LayerSlice
 from pallas_kernels.linear.quantized_matmul import Config, quantized_matmul
 from tests.pallas_kernels.kernels import registers
 from tests.pallas_kernels.linear.test_quantized_linear import BF16, F32, check, check_swiglu, random_weight
@@ -14,15 +15,15 @@ from tests.pallas_kernels.stacks import LAYERS, check_kernel
 
 
 # Tiles with fewer rows and tokens than others, outputs of two dtypes; several tiles a block, not all in one batch
-# of tiles of tokens, and groups with inputs of their own.
+# of tiles of tokens, and groups with inputs of their own; one and two warpgroups that multiply.
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "depth", "groups"),
-    [(5, ((64, BF16), (128, F32)), 256, 1), (70, ((128, BF16), (128, F32)), 128, 2)],
+    ("tokens", "outputs", "depth", "groups", "warpgroups"),
+    [(5, ((64, BF16), (128, F32)), 256, 1, 1), (70, ((128, BF16), (128, F32)), 128, 2, 2)],
 )
-def test_interpreted(tokens, outputs, depth, groups):
+def test_interpreted(tokens, outputs, depth, groups, warpgroups):
     def linear(x, weight, spec):
-        config = Config(tile_tokens=32, batch_tiles=2)
-        return quantized_matmul(x, weight.codes, weight.scale, spec=spec, config=config, interpret=True)
+        config = Config(tile_tokens=32, warpgroups=warpgroups, batch_tiles=2)
+        return quantized_matmul(x, (weight.codes, weight.scale), spec=spec, config=config, interpret=True)
 
     check(linear, tokens, outputs, depth, groups)
 
@@ -32,7 +33,7 @@ def test_interpreted(tokens, outputs, depth, groups):
 def test_blocks_of_32_interpreted(outputs, depth, groups):
     def linear(x, weight, spec):
         config = Config(tile_tokens=32, batch_tiles=2)
-        operands = x, weight.codes, weight.scale
+        operands = x, (weight.codes, weight.scale)
         return quantized_matmul(*operands, spec=spec, scale_block=32, config=config, interpret=True)
 
     check(linear, 40, outputs, depth, groups, kind="FP8_32")
@@ -56,9 +57,31 @@ def test_one_layer_of_a_stack(implementation, limit):
     options = dict(spec=LinearSpec(sizes, BF16), swiglu_limit=limit, interpret=implementation == "interpret")
 
     def run(weight, **layer):
-        return quantized_matmul(x, weight.codes, weight.scale, **layer, **options)
+        return quantized_matmul(x, (weight.codes, weight.scale), **layer, **options)
 
     check_kernel(run, [random_weight(rng, sum(sizes), 256)[0] for _ in range(LAYERS)])
+
+
+# The last tile of tokens is not full. XLA adds up the same products in another order.
+@pytest.mark.parametrize(
+    ("implementation", "tokens", "rows", "depth"),
+    [("interpret", 70, 1088, 64), pytest.param("mosaic_gpu", 1000, 2624, 4096, marks=pytest.mark.gpu)],
+)
+def test_bfloat16_of_a_stack(implementation, tokens, rows, depth):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((tokens, depth)), BF16)
+    stack = jnp.asarray(rng.standard_normal((2, rows, depth)), BF16)
+    spec = LinearSpec((64, rows - 64), (BF16, F32))
+
+    def linear(layer, implementation):
+        return ops.linear(x, LayerSlice(stack[layer], stack, layer), spec, implementation=implementation)
+
+    for layer in range(2):
+        rounded, exact = linear(jnp.int32(layer), implementation)
+        product = np.float64(x) @ np.float64(stack[layer]).T
+        bound = np.abs(np.float64(x)) @ np.abs(np.float64(stack[layer])).T * depth / 16 * 2.0**-23
+        assert (np.abs(np.float64(exact) - product[:, 64:]) <= bound[:, 64:]).all()
+        chex.assert_trees_all_close(np.float64(rounded), product[:, :64], rtol=2.0**-8, atol=bound.max())
 
 
 @pytest.mark.gpu
@@ -130,7 +153,7 @@ S = jax.ShapeDtypeStruct
 # All sizes of accumulators, and tokens and rows past the end of the last tile.
 for tokens, rows, depth, groups in (2048, 32768, 1024, 1), (40, 4096, 8192, 1), (300, 1024, 512, 4), (99, 192, 1024, 1):
     x, codes = S((tokens, groups * depth), jnp.bfloat16), S((rows, depth), jnp.uint8)
-    args = x, codes, S((-(-rows // 128), depth // 128), jnp.uint8)
+    args = x, (codes, S((-(-rows // 128), depth // 128), jnp.uint8))
     run = functools.partial(quantized_matmul, spec=LinearSpec((64, rows - 64), (jnp.float32, jnp.bfloat16), groups))
     compile_for_h100(f"{tokens}x{rows}x{depth}", run, *args)
     if groups == 1 and rows > 192:
@@ -138,12 +161,15 @@ for tokens, rows, depth, groups in (2048, 32768, 1024, 1), (40, 4096, 8192, 1), 
         run = functools.partial(quantized_matmul, spec=spec, swiglu_limit=7.0)
         compile_for_h100(f"swiglu{tokens}x{rows}x{depth}", run, *args)
 for tokens, rows, depth in (2048, 5120, 8192), (99, 192, 576):
-    args = S((tokens, depth), jnp.bfloat16), S((rows, depth), jnp.uint8), S((rows // 32, depth // 32), jnp.uint8)
+    args = S((tokens, depth), jnp.bfloat16), (S((rows, depth), jnp.uint8), S((rows // 32, depth // 32), jnp.uint8))
     run = functools.partial(quantized_matmul, spec=LinearSpec((64, rows - 64)), scale_block=32)
     compile_for_h100(f"small_blocks{tokens}", run, *args)
-args = S((2048, 5120), jnp.bfloat16), S((1152, 5120), jnp.uint8), S((36, 160), jnp.uint8)
+args = S((2048, 5120), jnp.bfloat16), (S((1152, 5120), jnp.uint8), S((36, 160), jnp.uint8))
 run = functools.partial(quantized_matmul, spec=LinearSpec((576, 576), jnp.bfloat16), swiglu_limit=7.0, scale_block=32)
 compile_for_h100("small_blocks_swiglu", run, *args)
+for tokens in 128, 2048:
+    args = S((tokens, 4096), jnp.bfloat16), S((2624, 4096), jnp.bfloat16)
+    compile_for_h100(f"bfloat16_{tokens}", functools.partial(quantized_matmul, spec=LinearSpec()), *args)
 """)
-    # Three warpgroups start with as many each, and may not hold more together.
-    assert len(used) == 9 and set(used.values()) == {168}, used
+    # Three warpgroups start with 168 registers each, and may not hold more together; two with 255.
+    assert len(used) == 11 and max(used.values()) <= 255, used
