@@ -27,15 +27,18 @@ from dsv4_jax.host import KVCacheManager
 
 WARM_UP = 4  # number of decode steps before the first measured one
 LOOP_STEPS = 16  # number of steps of the on-device loop
+LOAD_ROUNDS = 2  # number of requests that a load sends, in units of those that run at once
 # `COLUMNS` maps the title of each printed column to the format of its cells, with names of a result's fields in braces.
 COLUMNS = {
     "what": "{measurement}",
     "tokens": "{tokens}",
     "requests": "{requests}",
     "first token, ms": "{first_token_milliseconds:.1f}",
+    "95% of them": "{first_token_milliseconds_p95:.1f}",
     "step, ms": "{step_milliseconds:.2f}",
     "loop, ms": "{loop_milliseconds:.2f}",
     "a token, ms": "{token_milliseconds:.2f}",
+    "95% of requests": "{token_milliseconds_p95:.2f}",
     "tokens/s": "{tokens_per_second:.1f}",
 }
 
@@ -48,6 +51,7 @@ class EngineOptions(ModelSetup):
       requests: numbers of requests to measure decode steps with.
       prompts: lengths of the prompts to measure, in tokens.
       context: length of the requests' prompts before decode steps, in tokens.
+      reply: number of tokens of the replies of a load, which is measured instead of decode steps; 0 = no load.
       steps: number of decode steps whose mean time is reported.
       token_budget: maximum number of tokens of a step.
       skew: skew of the routers, see `checkpoint.random_weights.random_model`.
@@ -56,6 +60,7 @@ class EngineOptions(ModelSetup):
     requests: tuple[int, ...]
     prompts: tuple[int, ...]
     context: int = 512
+    reply: int = 0
     steps: int = 32
     token_budget: int = 2048
     skew: float = 0.0
@@ -63,6 +68,8 @@ class EngineOptions(ModelSetup):
     @property
     def new_tokens(self) -> int:
         """The maximum number of tokens of a request's reply, including those generated while other prompts are read."""
+        if self.reply:
+            return self.reply
         prompts = -(-max(self.requests) * self.context // self.token_budget)
         return (1 + self.drafts) * (prompts + 2 * WARM_UP + 2 * self.steps) + 2 * LOOP_STEPS
 
@@ -95,7 +102,9 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
 
     A result whose "measurement" is "prompt" holds the time until the first token of a prompt that runs alone. A
     "decode" result holds the mean time of `Engine.step` while all requests decode. If there are no drafts, it also
-    holds the time of a step of the on-device loop with the same requests, without the engine's work on the host.
+    holds the time of a step of the on-device loop with the same requests, without the engine's work on the host. A
+    "load" result holds the throughput of `LOAD_ROUNDS` times as many requests as run at once. A request begins as soon
+    as another one ends. Times until the first token count from there, and times of a token from the first token on.
 
     Args:
       config: configuration of the model.
@@ -149,9 +158,10 @@ def _measure(model, config, options):
                 "compile_seconds": compile_seconds,
             }
         prompts = ()  # prompts are measured with the first number of requests only
-        row = _decode(engine, rng, requests, options) | {"compile_seconds": compile_seconds}
+        measure = _load if options.reply else _decode
+        row = measure(engine, rng, requests, options) | {"compile_seconds": compile_seconds}
         engine.close()
-        if not options.drafts:
+        if not options.drafts and not options.reply:
             # Measure the on-device loop with the same number of requests in the same cache.
             steps = RandomSteps(model, manager, requests, cache=engine.cache)
             steps.start_requests(options.context)
@@ -193,5 +203,38 @@ def _decode(engine, rng, requests, options):
         "step_milliseconds": 1e3 * seconds / options.steps,
         "tokens_per_second": tokens / seconds,
         "token_milliseconds": 1e3 * seconds * requests / max(tokens, 1),
+        "acceptance": engine.metrics.acceptance,
+    }
+
+
+def _load(engine, rng, requests, options):
+    """Measures the throughput of prompts and replies while `requests` requests run at once."""
+    sent = {}  # {request: time at which it was added}
+    first = {}  # {request: time of its first token}
+    done = {}  # {request: time of its last token}
+    begin = time.perf_counter()
+    while len(done) < LOAD_ROUNDS * requests:
+        while len(sent) < min(LOAD_ROUNDS * requests, len(done) + requests):
+            sent[_add(engine, rng, options.context, options.reply)] = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            first.setdefault(output.request, now)
+            if output.request.finish_reason is not None:
+                done[output.request] = now
+    seconds = time.perf_counter() - begin
+    first_tokens = [1e3 * (first[request] - sent[request]) for request in sent]
+    tokens = [1e3 * (done[request] - first[request]) / max(options.reply - 1, 1) for request in sent]
+    return {
+        "measurement": "load",
+        "tokens": options.context,
+        "reply": options.reply,
+        "requests": requests,
+        "drafts": options.drafts,
+        "first_token_milliseconds": float(np.median(first_tokens)),
+        "first_token_milliseconds_p95": float(np.percentile(first_tokens, 95)),
+        "token_milliseconds": float(np.median(tokens)),
+        "token_milliseconds_p95": float(np.percentile(tokens, 95)),
+        "tokens_per_second": len(sent) * (options.context + options.reply) / seconds,
         "acceptance": engine.metrics.acceptance,
     }

@@ -184,10 +184,15 @@ class ServeBench(Benchmark):
     decode at once: the times of a step of the engine and of a step of the on-device loop, and tokens a second. With
     random weights, hardly a draft is accepted, so --drafts shows the cost of drafts only.
 
+    With --config and --reply, it serves a load in the place of decode steps: twice as many requests as run at once,
+    each with a prompt of --context tokens and a reply of --reply tokens. Reports the tokens of prompts and replies a
+    second, and the median and the 95th percentile of the times to the first token and of the times of a token.
+
     For example:
       dsv4-jax bench serve --conversations 12 --turns 3 --plot serve.png
       dsv4-jax bench serve --config v4_flash --expert-memory auto --requests 1 4 --prompts 1024 8192
       dsv4-jax bench serve --config v4_flash --layers 4 --requests 32 128 --prompts
+      dsv4-jax bench serve --config v4_flash --mesh model=4 --requests 16 64 --prompts --context 8192 --reply 1024
 
     Attributes:
       conversations: number of conversations.
@@ -200,6 +205,7 @@ class ServeBench(Benchmark):
       requests: with --config: numbers of requests that decode at once. Default: 1 4 16 64; on a CPU 1 4
       prompts: with --config: numbers of tokens of the prompts. Default: 1024 8192 65536; on a CPU 256
       context: with --config: number of tokens of a request when it begins to decode.
+      reply: with --config: number of tokens of the replies of a load; 0 = measure decode steps.
       token_budget: with --config: number of tokens in a step that reads prompts.
     """
 
@@ -215,15 +221,19 @@ class ServeBench(Benchmark):
     requests: Numbers = None
     prompts: Numbers = None
     context: int = 512
+    reply: int = 0
     token_budget: int = 2048
+    expert_parallel: options.ExpertParallel = False
     expert_memory: options.ExpertMemoryOption = None
     host_tables: options.HostTablesOption = False
     skew: options.Skew = 0.0
 
     def run(self) -> None:
         """Runs the benchmark. Raises ValueError if an option is wrong or options exclude each other."""
-        if self.config is None and (self.expert_memory is not None or self.host_tables or self.skew or self.layers):
-            raise ValueError("--expert-memory, --host-tables, --skew and --layers need --config")
+        if self.config is None and (
+            self.expert_memory is not None or self.host_tables or self.skew or self.layers or self.reply
+        ):
+            raise ValueError("--expert-memory, --host-tables, --skew, --layers and --reply need --config")
         if self.config is not None and self.plot is not None:
             raise ValueError("--plot is for conversations: leave out --config")
         super().run()

@@ -19,9 +19,10 @@ Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
 # The kernel takes a bfloat16 weight with at least this number of rows. With fewer rows XLA is faster, because it
 # multiplies an input by several weights at once.
 MIN_ROWS = 1536
-# With more tokens than `bfloat16_linear` takes, a kernel takes a layer's matrix of at least this number of rows from a
-# stack. XLA would copy the matrix before the product.
+# With more than `FEW_TOKENS` tokens, `quantized_matmul` takes a layer's bfloat16 matrix of at least `MIN_STACK_ROWS`
+# rows from a stack, unless `bfloat16_linear` takes it. XLA would copy the matrix before the product.
 MIN_STACK_ROWS = 1024
+FEW_TOKENS = 32
 
 
 def linear(
@@ -44,8 +45,8 @@ def linear(
       norm: (weight [k] float32, epsilon) of an RMS norm, whose result is rounded to the dtype of x before the product.
         It requires `num_groups` of 1. None = no norm.
       implementation: None, "xla", "mosaic_gpu" or "interpret". The last two take x [T, k] in bfloat16, with FP8
-        weights, or with bfloat16 weights if T is a multiple of 8 up to 64. From 65 tokens on, they take bfloat16
-        weights from a stack of layers.
+        weights, or with bfloat16 weights if T is a multiple of 8 up to 64. With more than 32 tokens, they also take
+        bfloat16 weights of 1,024 rows or more from a stack of layers.
 
     Returns:
       One array [..., size] for each output of the spec.
@@ -196,12 +197,13 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
     rows = weights[0].shape[0]
     tokens = x.size // x.shape[-1]
     (weight,), layer = layer_stacks(weights)
+    is_few = tokens <= kernels.MAX_BFLOAT16_TOKENS and tokens % kernels.BFLOAT16_TOKENS == 0
     multiply = kernels.bfloat16_linear
-    if layer is not None and tokens > kernels.MAX_BFLOAT16_TOKENS and rows >= MIN_STACK_ROWS:
+    if layer is not None and tokens > FEW_TOKENS and rows >= MIN_STACK_ROWS and not (is_few and rows >= MIN_ROWS):
         multiply = kernels.quantized_matmul
     elif not interpret and rows < MIN_ROWS:
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {rows}")
-    elif not interpret and (tokens > kernels.MAX_BFLOAT16_TOKENS or tokens % kernels.BFLOAT16_TOKENS):
+    elif not interpret and not is_few:
         multiples = f"{kernels.BFLOAT16_TOKENS}, {2 * kernels.BFLOAT16_TOKENS}, .."
         raise PreferXla(f"the kernel is for {multiples} or {kernels.MAX_BFLOAT16_TOKENS} tokens, got {tokens}")
     x = _rms_norm(x, layer_value(norm_weight), eps)

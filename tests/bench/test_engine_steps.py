@@ -30,6 +30,20 @@ def test_prompts_and_decode_steps(run, tmp_path, monkeypatch):
     assert decode["tokens_per_second"] == pytest.approx(2e3 / decode["step_milliseconds"], rel=0.01)
 
 
+@pytest.mark.slow
+def test_a_load(run, tmp_path):
+    sizes = "--layers", 1, "--requests", 2, "--prompts", "--context", 40, "--reply", 6, "--token-budget", 32
+    run("bench", "serve", "--config", "v4_flash", *sizes, "--json", tmp_path / "load.json")
+    (load,) = json.loads((tmp_path / "load.json").read_text())["results"]
+    assert load["measurement"] == "load" and load["tokens"] == 40 and load["reply"] == 6
+    assert 0 < load["first_token_milliseconds"] <= load["first_token_milliseconds_p95"]
+    assert 0 < load["token_milliseconds"] <= load["token_milliseconds_p95"]
+    # Four requests in two rounds. The second round begins when a request of the first one ends.
+    seconds = 4 * 46 / load["tokens_per_second"]
+    alone = 1e-3 * (load["first_token_milliseconds"] + 5 * load["token_milliseconds"])
+    assert alone < seconds < 8 * alone
+
+
 def test_experts_leave_room_for_the_largest_cache(monkeypatch):
     config = read_config(packaged_checkpoint())
     options = EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto")
@@ -61,7 +75,7 @@ def test_experts_in_host_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--skew", "1"], "--expert-memory, --host-tables, --skew and --layers need --config"),
+        (["--skew", "1"], "--expert-memory, --host-tables, --skew, --layers and --reply need --config"),
         (["--config", "v4_flash", "--layers", "7"], "--layers 7 must be from 0 to 6"),
         (["--config", "v4_flash", "--prompts", "40000"], "--prompts and --context need 40001 tokens"),
         (["--config", "v4_flash", "--requests", "0"], "--requests 0 must be at least 1"),
