@@ -50,24 +50,17 @@ LOAD_REGISTERS = 120
 MULTIPLY_REGISTERS = 192
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Tuning of decode attention."""
+def choose_splits(problem: AttentionProblem, tokens: int, heads: int) -> int:
+    """Chooses the number of KV splits of a token for an H100.
 
-    splits: int  # number of KV splits of a token; it changes the result's rounding
-
-    @classmethod
-    def choose(cls, problem: AttentionProblem, tokens: int, heads: int) -> "Config":
-        """Chooses the number of KV splits for an H100.
-
-        The first candidate is the largest number of splits, up to 66, with which all blocks run at once. The result is
-        the smallest number of splits whose longest split has no more tiles than with the candidate. So a token with the
-        maximum number of tiles has no empty split.
-        """
-        tiles = problem.max_tiles
-        # Combining more than 66 splits takes more time than the additional blocks save.
-        max_splits = max(1, min(tiles, MULTIPROCESSORS // (tokens * pl.cdiv(heads, HEADS)), 66))
-        return cls(pl.cdiv(tiles, pl.cdiv(tiles, max_splits)))
+    The first candidate is the largest number of splits, up to 66, with which all blocks run at once. The result is the
+    smallest number of splits whose longest split has no more tiles than with the candidate. So a token with the maximum
+    number of tiles has no empty split.
+    """
+    tiles = problem.max_tiles
+    # Combining more than 66 splits takes more time than the additional blocks save.
+    max_splits = max(1, min(tiles, MULTIPROCESSORS // (tokens * pl.cdiv(heads, HEADS)), 66))
+    return pl.cdiv(tiles, pl.cdiv(tiles, max_splits))
 
 
 def decode_attention(

@@ -58,14 +58,7 @@ ADD_REGISTERS = 176
 COPY_REGISTERS = 48
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Tuning of prefill attention, which does not change results."""
-
-    blocks: int = MULTIPROCESSORS  # maximum number of blocks
-
-
-@cached_trace("config")
+@cached_trace()
 def prefill_attention(
     q: jax.Array,
     sinks: jax.Array,
@@ -73,7 +66,6 @@ def prefill_attention(
     inv_freq: jax.Array | None = None,
     *,
     layer: jax.Array | None = None,
-    config: Config = Config(),
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention of many tokens on dequantized rows, see `sparse_attention`.
@@ -84,7 +76,6 @@ def prefill_attention(
       rows: the rows that the tokens attend to; the window is a multiple of 64 rows.
       inv_freq: [P] float32 RoPE frequencies or None, as in `sparse_attention`; P is at most `MAX_PAIRS`.
       layer: [] int32, index of this layer if `sinks` is a stack [layers, H]; None if it is not.
-      config: tuning, which limits the number of blocks.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
@@ -97,7 +88,7 @@ def prefill_attention(
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q
-    blocks = min(tokens * pl.cdiv(heads, HEADS), config.blocks)
+    blocks = min(tokens * pl.cdiv(heads, HEADS), 2 if interpret else MULTIPROCESSORS)
     launch = kernel(
         functools.partial(_prefill_kernel, blocks),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -15,14 +15,14 @@ from pallas_kernels.runtime.checks import check_array, check_tokens
 from pallas_kernels.runtime.layer_operands import check_weight
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.sparse_attention.combine import combine
-from pallas_kernels.sparse_attention.decode_attention import Config, decode_attention
+from pallas_kernels.sparse_attention.decode_attention import choose_splits, decode_attention
 from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, rope_angles
 from pallas_kernels.sparse_attention.kv_tiles import check_layouts
 from pallas_kernels.sparse_attention.online_softmax import HALF, check_heads, pad_sinks
 from pallas_kernels.sparse_attention.row_addresses import AttentionProblem
 
 
-@cached_trace("config")
+@cached_trace("splits")
 def sparse_attention(
     q: jax.Array,
     sinks: jax.Array,
@@ -33,7 +33,7 @@ def sparse_attention(
     inv_freq: jax.Array | None = None,
     *,
     layer: jax.Array | None = None,
-    config: Config | None = None,
+    splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes attention of each token to its window and its compressed entries.
@@ -53,7 +53,7 @@ def sparse_attention(
         result are rotated back by the token's position, in interleaved pairs, and rounded to bfloat16 before and after.
         None: no rotation.
       layer: [] int32, index of this layer if `sinks` is a stack [layers, H]; None if it is not.
-      config: tuning, or None for `Config.choose`. The number of KV splits changes the result's rounding.
+      splits: number of KV splits of a token, which changes the result's rounding; None for `choose_splits`.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
@@ -67,7 +67,7 @@ def sparse_attention(
     problem = _check_and_merge(q, slots, positions, rings, compressed)
     if not q.size:
         return q
-    splits = (config or Config.choose(problem, *q.shape[:2])).splits
+    splits = splits or choose_splits(problem, *q.shape[:2])
     if splits > 1:
         sums, stats = decode_attention(problem, q, splits=splits, interpret=interpret)
         return combine(sums, stats, sinks, positions, inv_freq, layer=layer, interpret=interpret)
@@ -102,7 +102,7 @@ def attention_sums(
       NotImplementedError: as in `sparse_attention`.
     """
     problem = _check_and_merge(q, slots, positions, rings, compressed)
-    splits = Config.choose(problem, *q.shape[:2]).splits
+    splits = choose_splits(problem, *q.shape[:2])
     return decode_attention(problem, q, splits=splits, interpret=interpret)
 
 

@@ -18,8 +18,6 @@ from dsv4_jax.ops.sparse_attention import PrefillConfig
 from dsv4_jax.quant import kv_format
 from pallas_kernels.sparse_attention import attention_sums, prefill_attention, sparse_attention
 from pallas_kernels.sparse_attention.combine import combine
-from pallas_kernels.sparse_attention.decode_attention import Config as DecodeConfig
-from pallas_kernels.sparse_attention.prefill_attention import Config as PrefillKernelConfig
 from tests.ops.pools import encode, ints, poison, same_bytes, swa_view
 from tests.pallas_kernels.kernels import DIM, ROPE, compile_in_process
 from tests.pallas_kernels.stacks import LAYERS, check_layers
@@ -169,7 +167,7 @@ def test_one_split_interpreted(name):
     @jax.jit
     def attend(q, sinks, kv, slots, positions):
         rows = kv.window.for_kernels(), kv.compressed.for_kernels(kv.indices)
-        options = dict(config=DecodeConfig(splits=1), interpret=True)
+        options = dict(splits=1, interpret=True)
         return sparse_attention(q, sinks, slots, positions, *rows, INV_FREQ, **options)
 
     got = attend(*args)
@@ -191,7 +189,7 @@ def test_rows_of_this_call_interpreted(name):
 def prefill_interpreted(q, sinks, kv, slots, positions):
     """The prefill kernel, for any number of tokens."""
     rows = dense_rows(kv, slots, positions, implementation="interpret")
-    return prefill_attention(q, sinks, rows, INV_FREQ, config=PrefillKernelConfig(blocks=2), interpret=True)
+    return prefill_attention(q, sinks, rows, INV_FREQ, interpret=True)
 
 
 @pytest.mark.parametrize(
