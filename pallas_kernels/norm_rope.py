@@ -38,29 +38,6 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 DIM = kv_rows.ROW_DIM
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Tuning constants of the blocks that compute queries."""
-
-    rows_at_once: int  # number of rows that a warp loads before it computes them
-    blocks_per_token: int  # number of blocks that share the heads of a token
-
-    @classmethod
-    def choose(cls, tokens: int, heads: int) -> "Config":
-        """Chooses the number of blocks per token so that a multiprocessor gets about four blocks or more.
-
-        A token gets no more blocks than it has rows for. Warps load 4 rows at once if there are 16 rows or more for
-        each multiprocessor, otherwise 1 row.
-
-        Args:
-          tokens: number of tokens.
-          heads: number of rows of 512 channels in a token's queries (`QueryRows.rows`). With a norm, a row is a head.
-        """
-        rows_at_once = 4 if tokens * heads >= MULTIPROCESSORS * WARPS * 4 else 1
-        steps = -(-heads // (WARPS * rows_at_once))
-        return cls(rows_at_once, min(steps, -(-4 * MULTIPROCESSORS // tokens)))
-
-
 @cached_trace("eps", "norms_queries")
 def norm_rope(
     q: jax.Array,
@@ -162,7 +139,12 @@ def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
     q, kv, weight, *others = arrays
     tokens, heads, _ = q.shape
     queries = QueryRows(heads, None if norms_queries else others[-1].shape[0])
-    config = Config.choose(tokens, queries.rows)
+    # Warps load 4 rows at once if there are 16 rows or more for each multiprocessor, otherwise 1 row. The heads of a
+    # token are shared by so many blocks that a multiprocessor gets about four blocks or more, but by no more blocks
+    # than the token has rows for.
+    rows_at_once = 4 if tokens * queries.rows >= MULTIPROCESSORS * WARPS * 4 else 1
+    steps = -(-queries.rows // (WARPS * rows_at_once))
+    blocks_per_token = min(steps, -(-4 * MULTIPROCESSORS // tokens))
     out_types = [jax.ShapeDtypeStruct(kv.shape, kv.dtype)] if rings is None else []
     if norms_queries:
         q_operand = q.reshape(-1, DIM)
@@ -172,10 +154,10 @@ def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
         # could not write in place.
         q_operand = jax.new_ref(jax.lax.optimization_barrier(q).reshape(-1, GROUP))
     launch = kernel(
-        functools.partial(_norm_rope_kernel, config, queries, eps, rings),
+        functools.partial(_norm_rope_kernel, rows_at_once, blocks_per_token, queries, eps, rings),
         out_type=out_types,
         kernel_name=name,
-        grid={"block": -(-tokens // WARPS) + tokens * config.blocks_per_token},
+        grid={"block": -(-tokens // WARPS) + tokens * blocks_per_token},
         interpret=interpret,
     )
     results = launch((q_operand, kv, weight.reshape(-1, DIM), *others), destination)
@@ -234,7 +216,7 @@ class QueryRows:
         return jnp.where(head < self.heads, (token * self.heads + head) * GROUPS + group, -1)
 
 
-def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem, *out_gmem):
+def _norm_rope_kernel(rows_at_once, blocks, queries, eps, rings, arrays_gmem, destination_gmem, *out_gmem):
     q_gmem, kv_gmem, weight_gmem, layer_gmem, positions_gmem, inv_freq_gmem = arrays_gmem
     norms_queries = queries.pairs is None
     tokens = positions_gmem.shape[0]
@@ -285,15 +267,14 @@ def _norm_rope_kernel(config, queries, eps, rings, arrays_gmem, destination_gmem
     @pl.when(block >= kv_blocks)
     @jax.named_scope("queries")
     def store_queries():
-        steps = -(-queries.rows // (WARPS * config.rows_at_once))
-        blocks = config.blocks_per_token
+        steps = -(-queries.rows // (WARPS * rows_at_once))
         steps_per_block = -(-steps // blocks)
         token = lax.div(block - kv_blocks, blocks)
         part = lax.rem(block - kv_blocks, blocks)
 
         def load_heads(step):
-            row = step * (WARPS * config.rows_at_once) + warp
-            step_rows = [row + i * WARPS for i in range(config.rows_at_once)]
+            row = step * (WARPS * rows_at_once) + warp
+            step_rows = [row + i * WARPS for i in range(rows_at_once)]
             places = [queries.places(token, row) for row in step_rows]
             return [(load(q_gmem, place), place) for place in places]
 
