@@ -14,48 +14,14 @@ from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import CANDIDATE_KEYS, DIM, KEYS, PER_HALF, PER_THREAD, PER_WARP, WARP_KEYS
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
-from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
 MAX_HEADS = 64  # maximum number of heads in a product
+STAGES = 4  # number of tiles of a warpgroup in shared memory: one is read while the others are copied
 # Number of tiles in a run. An int32 of flags has one bit for each tile: whether a key of the tile has scales that are
 # far apart.
 FLAGS = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Tuning choices of `indexer_scores`."""
-
-    blocks: int = MULTIPROCESSORS  # number of blocks, which share the work equally
-    warpgroups: int = 4  # number of warpgroups in a block; while one waits, the others compute
-    stages: int = 4  # number of tiles of a warpgroup in shared memory: one is read while the others are copied
-    # Maximum number of tokens in a chunk. Shared memory has to hold a chunk's queries. With candidates, this must be 1.
-    chunk_tokens: int = 8
-    plan_in_xla: bool = False  # whether XLA computes all shares of the work; otherwise each block finds its own share
-
-    @classmethod
-    def for_tokens(
-        cls, tokens: int, interpret: bool = False, *, gathers: bool = False, small_products: bool = False
-    ) -> "Config":
-        """Chooses the configuration.
-
-        Args:
-          tokens: number of tokens.
-          interpret: whether the kernel is interpreted.
-          gathers: whether there are candidates.
-          small_products: whether keys are multiplied as bfloat16 with 32 heads, for which a thread needs few registers.
-        """
-        # Interpreted blocks have one warpgroup, because warpgroups that wait for each other would block the CPU's few
-        # threads.
-        blocks, warpgroups = (3, 1) if interpret else (MULTIPROCESSORS, 4)
-        chunk_tokens = 1 if gathers else min(8, tokens)
-        if small_products and chunk_tokens == 1 and not interpret:
-            # A thread has 128 registers if there are four warpgroups, 96 if there are five, and 80 if there are six.
-            warpgroups = 5 if gathers else 6
-        # A block's search for its share takes 0.2 ms for 8,192 tokens, so for many tokens XLA computes the shares.
-        return cls(blocks, warpgroups, chunk_tokens=chunk_tokens, plan_in_xla=tokens > 256)
 
 
 @pytree_dataclass
@@ -66,20 +32,20 @@ class Scratch:
     queries_empty: Any  # a barrier: every warpgroup has read the queries of the preceding chunk
     queries_smem: Any  # [chunk_tokens * heads, 128] queries of the chunk
     weights_smem: Any  # [chunk_tokens, heads] float32 head weights of the chunk
-    # (codes [tiles, 64 keys, 64 bytes], scales [tiles, 64 keys, 4 or 8 bytes]), uint8, with `config.stages` tiles for
-    # each warpgroup.
+    # (codes [tiles, 64 keys, 64 bytes], scales [tiles, 64 keys, 4 or 8 bytes]), uint8, with `STAGES` tiles for each
+    # warpgroup.
     tiles_smem: Any
 
     @classmethod
-    def types(cls, config: Config, heads: int, q_dtype: Any, scale_width: int) -> "Scratch":
+    def types(cls, warpgroups: int, chunk_tokens: int, heads: int, q_dtype: Any, scale_width: int) -> "Scratch":
         """Returns the types of shared memory and barriers to allocate."""
-        tiles = config.warpgroups * config.stages
-        queries = (config.chunk_tokens * heads, DIM)
+        tiles = warpgroups * STAGES
+        queries = (chunk_tokens * heads, DIM)
         return cls(
-            queries_full=plgpu.Barrier(num_arrivals=2, num_barriers=config.chunk_tokens),
-            queries_empty=plgpu.Barrier(num_arrivals=config.warpgroups),
+            queries_full=plgpu.Barrier(num_arrivals=2, num_barriers=chunk_tokens),
+            queries_empty=plgpu.Barrier(num_arrivals=warpgroups),
             queries_smem=plgpu.SMEM(queries, q_dtype, transforms=key_tiles.transforms(q_dtype)),
-            weights_smem=plgpu.SMEM((config.chunk_tokens, heads), jnp.float32),
+            weights_smem=plgpu.SMEM((chunk_tokens, heads), jnp.float32),
             tiles_smem=tuple(plgpu.SMEM((tiles, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)),
         )
 
@@ -99,7 +65,6 @@ class ChunkScorer:
     # 64 * n + 63, or with candidates, of the keys of the token's candidate blocks 8 * n .. 8 * n + 7.
     first_tile: Any
     end_tile: Any  # int32 scalar, end of the tiles of the block's share
-    config: Config
     warpgroup: Any  # int32 scalar, index of the warpgroup in the block
     q_gmem: Any  # [T, heads, 128] rounded queries
     weights_gmem: Any  # [T, heads] float32 head weights
@@ -114,26 +79,30 @@ class ChunkScorer:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch.queries_empty)
         pl.when(self.warpgroup == 0)(jax.named_scope("load_queries")(self._load_queries))
-        stages = self.config.stages
-        candidates = [self._load_candidates(jnp.int32(i)) for i in range(stages + 1)]
-        *copied_ids, next_ids = (self._load_block_ids(jnp.int32(i), candidates[i]) for i in range(stages))
+        candidates = [self._load_candidates(jnp.int32(i)) for i in range(STAGES + 1)]
+        *copied_ids, next_ids = (self._load_block_ids(jnp.int32(i), candidates[i]) for i in range(STAGES))
         missing = plgpu.layout_cast(jnp.zeros(next_ids.shape, jnp.int32), self._layout)
         for i, block_ids in enumerate(copied_ids):
             self._start_copy(jnp.int32(i), candidates[i], block_ids)
             missing = _push_sign(missing, block_ids)
-        for i in range(self.config.chunk_tokens):
+        for i in range(self._chunk_tokens):
             pl.when(i < self.count)(lambda i=i: plgpu.barrier_wait(self.scratch.queries_full.at[i]))
         tiles = self.end_tile - self.first_tile
-        warpgroups = self.config.warpgroups
+        warpgroups = lax.axis_size("warpgroup")
         own_tiles = lax.div(jnp.maximum(tiles - self.warpgroup, 0) + (warpgroups - 1), warpgroups)
         with jax.named_scope("score_tiles"):
             runs = lax.div(own_tiles + (FLAGS - 1), FLAGS)
             lax.fori_loop(0, runs, functools.partial(self._score_run, own_tiles), (candidates[-2:], next_ids, missing))
         wait_copies(0)
 
+    @property
+    def _chunk_tokens(self):
+        """The maximum number of tokens in a chunk."""
+        return self.scratch.weights_smem.shape[0]
+
     def _load_queries(self):
         plgpu.barrier_wait(self.scratch.queries_empty)
-        for i in range(self.config.chunk_tokens):
+        for i in range(self._chunk_tokens):
             pl.when(i < self.count)(functools.partial(self._load_query, i))
 
     def _load_query(self, i):
@@ -147,10 +116,10 @@ class ChunkScorer:
 
     def _tile(self, i):
         """Returns the index of this warpgroup's i-th tile among all tiles of the chunk's keys, see `first_tile`."""
-        return self.first_tile + self.warpgroup + i * self.config.warpgroups
+        return self.first_tile + self.warpgroup + i * lax.axis_size("warpgroup")
 
     def _stage(self, i):
-        return self.warpgroup * self.config.stages + lax.rem(i, self.config.stages)
+        return self.warpgroup * STAGES + lax.rem(i, STAGES)
 
     @property
     def _layout(self):
@@ -244,12 +213,11 @@ class ChunkScorer:
 
     def _score_tile(self, i, carry):
         (candidates, next_candidates), block_ids, missing, far = carry
-        stages = self.config.stages
-        next_block_ids = self._load_block_ids(i + stages, next_candidates)
-        later_candidates = self._load_candidates(i + stages + 1)
-        self._start_copy(i + stages - 1, candidates, block_ids)
+        next_block_ids = self._load_block_ids(i + STAGES, next_candidates)
+        later_candidates = self._load_candidates(i + STAGES + 1)
+        self._start_copy(i + STAGES - 1, candidates, block_ids)
         missing = _push_sign(missing, block_ids)
-        wait_copies(stages - 1)
+        wait_copies(STAGES - 1)
         tile = key_tiles.read_tile(self.scratch.tiles_smem, self._stage(i))
         if self._fp8:
             values, largest, far = key_tiles.unpack_e4m3(tile, far)
@@ -259,11 +227,11 @@ class ChunkScorer:
 
         def score_tokens(j, tokens):
             row = self.token + j
-            # The lowest bit of `missing` belongs to tile `i + stages - 1`. The shift makes the bit of tile i the sign
+            # The lowest bit of `missing` belongs to tile `i + STAGES - 1`. The shift makes the bit of tile i the sign
             # bit.
-            score(keys, token=j, tokens=tokens, row=row, **self._operands(i, missing << (32 - stages)))
+            score(keys, token=j, tokens=tokens, row=row, **self._operands(i, missing << (32 - STAGES)))
 
-        if self.config.chunk_tokens == 1 or self.q_gmem.shape[1] == MAX_HEADS:
+        if self._chunk_tokens == 1 or self.q_gmem.shape[1] == MAX_HEADS:
             lax.fori_loop(0, self.count, lambda j, _: score_tokens(j, 1), None)
         else:
             # One product with the heads of two tokens takes fewer instructions than two products.

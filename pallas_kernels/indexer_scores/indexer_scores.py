@@ -25,15 +25,21 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.indexer_scores.chunk_scorer import ChunkScorer, Config, Scratch
+from pallas_kernels.indexer_scores.chunk_scorer import ChunkScorer, Scratch
 from pallas_kernels.indexer_scores.chunks import Chunks, planned_shares
 from pallas_kernels.indexer_scores.key_tiles import CANDIDATE_KEYS, DIM, IndexerKeys
 from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
+from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-@cached_trace("config")
+# For more tokens than this, XLA computes the shares of all blocks. For fewer, each block finds its own share, which
+# would take 0.2 ms for 8,192 tokens.
+MAX_UNPLANNED_TOKENS = 256
+
+
+@cached_trace("blocks", "plan_in_xla")
 def indexer_scores(
     q: jax.Array,
     weights: jax.Array,
@@ -42,7 +48,8 @@ def indexer_scores(
     keys: IndexerKeys,
     candidates: jax.Array | None = None,
     *,
-    config: Config | None = None,
+    blocks: int | None = None,
+    plan_in_xla: bool | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes score[t, s] = sum over h of weights[t, h] * relu(q[t, h] . key[s]) for every key s visible to token t.
@@ -57,7 +64,8 @@ def indexer_scores(
       candidates: [T, C] int32, indices of each token's candidate blocks, C even; -1 = none. Block b consists of the
         request's keys 8 * b .. 8 * b + 7. Only the keys of candidate blocks are scored, and the keys must have no
         Hadamard rotation. If None, all keys are scored.
-      config: tuning choices, or None for `Config.for_tokens`.
+      blocks: number of thread blocks, which share the work equally; None for one per SM.
+      plan_in_xla: whether XLA computes the blocks' shares; otherwise each block finds its own. None to choose.
       interpret: whether to run on the CPU, interpreted, with race detection.
 
     Returns:
@@ -87,18 +95,24 @@ def indexer_scores(
         max_keys = CANDIDATE_KEYS * candidates.shape[1]
     if 0 in (tokens, max_keys, keys.max_keys):
         return jnp.full((tokens, max_keys), -jnp.inf, jnp.float32)
-    small_products = heads == 32 and keys.dtype == jnp.bfloat16
-    config = config or Config.for_tokens(tokens, interpret, gathers=gathers, small_products=small_products)
-    if gathers:
-        check_rules({f"chunks of 1 token if there are candidates, got {config.chunk_tokens}": config.chunk_tokens == 1})
-    chunks = Chunks(slots, positions, config.chunk_tokens, keys.compress_rate, max_keys)
-    shares = planned_shares(chunks.costs(), config.blocks) if config.plan_in_xla else None
+    blocks = blocks or (3 if interpret else MULTIPROCESSORS)
+    chunk_tokens = 1 if gathers else min(8, tokens)  # shared memory has to hold a chunk's queries
+    # Number of warpgroups in a block; while one waits, the others compute. Keys in bfloat16 with 32 heads need few
+    # registers: a thread has 128 if there are four warpgroups, 96 if there are five, and 80 if there are six.
+    warpgroups = 4
+    if heads == 32 and keys.dtype == jnp.bfloat16 and chunk_tokens == 1:
+        warpgroups = 5 if gathers else 6
+    if interpret:
+        warpgroups = 1  # warpgroups that wait for each other would block the CPU's few threads
+    chunks = Chunks(slots, positions, chunk_tokens, keys.compress_rate, max_keys)
+    plan_in_xla = tokens > MAX_UNPLANNED_TOKENS if plan_in_xla is None else plan_in_xla
+    shares = planned_shares(chunks.costs(), blocks) if plan_in_xla else None
 
     def body(layer_gmem, chunks, q_gmem, weights_gmem, keys_gmem, candidates_gmem, shares_gmem, out_gmem, scratch):
         warpgroup, block = axis_indices("warpgroup", "block")
         keys = dataclasses.replace(keys_gmem, layer=layer_gmem[0])
         if shares_gmem is None:
-            begin, end, token, base = chunks.share(block, config.blocks)
+            begin, end, token, base = chunks.share(block, blocks)
         else:
             begin, end, token, base = (shares_gmem[4 * block + i] for i in range(4))  # as `chunks.share` returns them
 
@@ -126,7 +140,7 @@ def indexer_scores(
                 last_slot = keys.block_table.shape[0] - 1
                 chunk = token, count, jnp.minimum(slot, last_slot), first_tile, end_tile
                 arrays = q_gmem, weights_gmem, keys, candidates_gmem, out_gmem
-                ChunkScorer(*chunk, config, warpgroup, *arrays, scratch).run()
+                ChunkScorer(*chunk, warpgroup, *arrays, scratch).run()
 
             return token + count, base + count * tiles
 
@@ -136,9 +150,9 @@ def indexer_scores(
         body,
         out_type=jax.ShapeDtypeStruct((tokens, max_keys), jnp.float32),
         kernel_name="indexer_scores",
-        grid={"block": config.blocks},
-        num_threads=config.warpgroups,
-        scratch_types=[Scratch.types(config, heads, q.dtype, keys.scales.shape[-1])],
+        grid={"block": blocks},
+        num_threads=warpgroups,
+        scratch_types=[Scratch.types(warpgroups, chunk_tokens, heads, q.dtype, keys.scales.shape[-1])],
         interpret=interpret,
     )
     pools = dataclasses.replace(keys, layer=None)

@@ -1,6 +1,5 @@
 """The scores' kernel against float64 and the reference: interpreted, on a GPU, and compiled for one."""
 
-import dataclasses
 import functools
 
 import chex
@@ -14,7 +13,6 @@ from dsv4_jax.ops.indexer_scores import scores_kernel
 from dsv4_jax.quant import IndexRows, kv_format
 from dsv4_jax.quant.formats import PerEntryFormat
 from pallas_kernels import IndexerKeys, indexer_scores
-from pallas_kernels.indexer_scores.chunk_scorer import Config
 from pallas_kernels.indexer_scores.chunks import planned_shares
 from pallas_kernels.indexer_scores.key_tiles import NEAR
 from tests.ops.pools import indexer_view, ints, poison
@@ -65,11 +63,11 @@ def queries(rng, tokens, heads=64):
     return q, jnp.asarray(rng.standard_normal((tokens, heads)), jnp.float32)
 
 
-def check(view, q, weights, slots, positions, implementation, config=None, candidates=None):
-    if config is None:
-        run = functools.partial(ops.indexer_scores, implementation=implementation)
+def check(view, q, weights, slots, positions, implementation, candidates=None, **options):
+    if options:
+        run = functools.partial(scores_kernel, inv_freq=None, interpret=True, **options)
     else:
-        run = functools.partial(scores_kernel, inv_freq=None, interpret=True, config=config)
+        run = functools.partial(ops.indexer_scores, implementation=implementation)
     lengths = np.minimum((np.asarray(positions) + 1) // view.compress_rate, view.max_entries)
     if candidates is None:
         got = np.asarray(jax.jit(run)(view, q, weights, ints(slots), ints(positions)))
@@ -124,11 +122,10 @@ def test_interpreted(name, step):
 def test_planned_interpreted():
     """XLA computes the blocks' shares, as for many tokens."""
     rng = np.random.default_rng(3)
-    config = dataclasses.replace(Config.for_tokens(12, True), plan_in_xla=True)
     view = paged(FORMATS["v4"], rng, lengths=[40, 90], max_blocks=3)
     slots = [1] * 10 + [-1, 0]
     positions = [*range(330, 340), -1, 63]
-    check(view, *queries(rng, 12), slots, positions, "interpret", config)
+    check(view, *queries(rng, 12), slots, positions, "interpret", plan_in_xla=True)
 
 
 def some_blocks(rng, visible, count):
@@ -149,8 +146,7 @@ def test_candidates_interpreted(blocks):
     positions = [699, -1, 150, 399, 400]
     candidates = np.stack([some_blocks(rng, position + 1, 42) for position in positions])
     candidates[4, -9:] = -1
-    config = dataclasses.replace(Config.for_tokens(5, True, gathers=True), blocks=blocks)
-    check(view, *queries(rng, 5, HEADS["v41"]), slots, positions, "interpret", config, candidates)
+    check(view, *queries(rng, 5, HEADS["v41"]), slots, positions, "interpret", candidates, blocks=blocks)
 
 
 @pytest.mark.parametrize("costs", [[3, 0, 5, 0, 0, 7, 1], [0, 0], [0, 100, 0], [1] * 300], ids=str)
@@ -272,10 +268,5 @@ def test_what_the_kernel_does_not_take_is_refused_before_launch():
         call(view, q, weights, candidates=blocks)
     with pytest.raises(NotImplementedError, match="blocks of 8 candidates, got 4"):
         jax.eval_shape(functools.partial(one, block_size=4), view, q, weights, candidates=blocks)
-    v41 = paged(FORMATS["v41"], rng, lengths=[32], max_blocks=4)
-    chunks = functools.partial(scores_kernel, interpret=True, config=Config.for_tokens(2, True))
-    tokens = *queries(rng, 2, HEADS["v41"]), ints([0, 0]), ints([7, 8])
-    with pytest.raises(NotImplementedError, match="chunks of 1 token if there are candidates, got 2"):
-        jax.eval_shape(chunks, v41, *tokens, candidates=ints([[0, 1], [0, 1]]))
     with pytest.raises(NotImplementedError, match="blocks of a multiple of 16 keys"):
         call(few, q, weights)
