@@ -10,7 +10,6 @@ one tile, and add up their sums (`sum_exchange`).
     1           load        copies stages to shared memory          empty           full
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.spec import LinearSpec, Outputs, at_row, checked_outputs, out_types, store_tile
+from pallas_kernels.linear.spec import LinearSpec, at_row, checked_outputs, out_types, store_tile
 from pallas_kernels.linear.sum_exchange import SumExchange
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import barriers, wgmma
@@ -89,11 +88,11 @@ def bfloat16_linear(
     tiles = rows // ROWS
     splits = _splits(tiles, depth // STEP)
     workers = tiles if splits > 1 else min(tiles, 3 if interpret else MULTIPROCESSORS)
-    p = Bfloat16LinearProblem(tokens, depth, tiles // groups, tiles, splits, workers, outputs)
-    stages = (STAGING_BYTES - p.exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
-    inbox_out, inbox = p.exchange.types(workers, interpret=interpret)
+    exchange = SumExchange(splits, 1, (ROWS, tokens))
+    stages = (STAGING_BYTES - exchange.num_bytes) // (2 * STEP * (ROWS + tokens))
+    inbox_out, inbox = exchange.types(workers, interpret=interpret)
     launch = kernel(
-        functools.partial(_body, p),
+        functools.partial(_body, outputs, tiles, tiles // groups, exchange),
         out_type=out_types(outputs, tokens) + inbox_out,
         kernel_name="linear",
         grid={"worker": workers},
@@ -128,24 +127,6 @@ def _splits(tiles, steps):
     return 1 << (max_splits.bit_length() - 1) if max_splits else 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Bfloat16LinearProblem:
-    """Static description of a launch of `bfloat16_linear`."""
-
-    tokens: int
-    depth: int  # number of columns of W
-    group_tiles: int  # number of tiles of a group of rows
-    tiles: int
-    splits: int  # number of blocks of a cluster
-    workers: int  # number of clusters; each takes every `workers`-th tile, or one tile if a cluster has several blocks
-    outputs: Outputs
-
-    @property
-    def exchange(self) -> SumExchange:
-        """The `SumExchange` that adds up the sums of a cluster's blocks."""
-        return SumExchange(self.splits, 1, (ROWS, self.tokens))
-
-
 class Stages(NamedTuple):
     """The ring of stages: types to allocate outside the kernel, references inside it."""
 
@@ -155,22 +136,24 @@ class Stages(NamedTuple):
     weights_smem: Any  # [stages, 64, STEP] bfloat16
 
 
-def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
+def _body(outputs, all_tiles, group_tiles, exchange, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
+    """Multiplies a block's tiles; of all tiles, `group_tiles` belong to each group of rows."""
     weights_gmem = weights_of_layer(weights_gmem, layer_gmem)
     worker, split, warpgroup = axis_indices("worker", "split", "warpgroup")
+    workers = lax.axis_size("worker")
     # The range of stages of a tile, 256 columns each, that this block multiplies.
-    tile_steps = jnp.int32(p.depth // STEP)
-    first_step = lax.div(split * tile_steps, p.splits)
-    end_step = lax.div((split + 1) * tile_steps, p.splits)
+    tile_steps = jnp.int32(weights_gmem[0].shape[1] // STEP)
+    first_step = lax.div(split * tile_steps, exchange.splits)
+    end_step = lax.div((split + 1) * tile_steps, exchange.splits)
     steps = end_step - first_step
-    tiles = lax.div(p.tiles - worker + p.workers - 1, p.workers)
-    exchange = None if inbox is None else p.exchange.start(inbox, outs_gmem)
-    store = functools.partial(store_tile, outs_gmem, p.outputs)
+    tiles = lax.div(all_tiles - worker + workers - 1, workers)
+    exchange = None if inbox is None else exchange.start(inbox, outs_gmem)
+    store = functools.partial(store_tile, outs_gmem, outputs)
 
     def multiply_tile(i):
         add_stage = functools.partial(_add_stage, stages)
-        sums = lax.fori_loop(i * steps, (i + 1) * steps, add_stage, wgmma.zeros((ROWS, p.tokens)))
-        tile = worker + i * p.workers
+        sums = lax.fori_loop(i * steps, (i + 1) * steps, add_stage, wgmma.zeros((ROWS, x_gmem.shape[0])))
+        tile = worker + i * workers
         if exchange is None:
             store(tile, sums)
         else:  # the cluster has only this tile
@@ -178,7 +161,7 @@ def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
             exchange.add_up(tiles, lambda _, total: store(tile, total))
 
     def load():
-        load_stage = functools.partial(_load_stage, p, x_gmem, weights_gmem, stages, first_step, steps)
+        load_stage = functools.partial(_load_stage, group_tiles, x_gmem, weights_gmem, stages, first_step, steps)
         pl.loop(0, tiles * steps)(load_stage)
         if exchange is not None:
             barriers.wait_cluster(None)  # required in all warpgroups, see `SumExchange.start`
@@ -190,13 +173,13 @@ def _body(p, x_gmem, weights_gmem, layer_gmem, *outs_gmem, inbox, stages):
     dispatch_warpgroups(warpgroup, {LOAD: load, MULTIPLY: multiply})
 
 
-def _load_stage(p, x_gmem, weights_gmem, stages, first, steps, i):
+def _load_stage(group_tiles, x_gmem, weights_gmem, stages, first, steps, i):
     """Copies the operands of the block's `i`-th stage, counted over all its tiles.
 
     The block multiplies the stages `first` .. `first + steps - 1` of each tile.
     """
     stage = barriers.turn(stages.full, i)
-    tile = lax.axis_index("worker") + lax.div(i, steps) * p.workers
+    tile = lax.axis_index("worker") + lax.div(i, steps) * lax.axis_size("worker")
     column = (first + lax.rem(i, steps)) * STEP
     barriers.wait_empty(stages.empty, i)
 
@@ -208,7 +191,7 @@ def _load_stage(p, x_gmem, weights_gmem, stages, first, steps, i):
         load_weights(weights_gmem[0], tile * ROWS)
     else:
         at_row(weights_gmem, [weight.shape[0] for weight in weights_gmem], tile * ROWS, load_weights)
-    columns = pl.ds(lax.div(tile, p.group_tiles) * p.depth + column, STEP)
+    columns = pl.ds(lax.div(tile, group_tiles) * weights_gmem[0].shape[1] + column, STEP)
     plgpu.copy_gmem_to_smem(x_gmem.at[:, columns], stages.inputs_smem.at[stage], stages.full.at[stage])
 
 
