@@ -82,15 +82,15 @@ def _multiply(x, matrix):
 def _add_kernel(outputs, x, downs, ups, numbers, *, scales, interpret):
     """Computes `add_adapters` with kernels. If x has many rows, XLA multiplies them by `downs`."""
     tokens = len(numbers)
-    if tokens % kernels.ADAPTED_TOKENS or not 0 < tokens <= kernels.MAX_ADAPTED_TOKENS:
-        raise PreferXla(f"the kernel is for few tokens, in multiples of {kernels.ADAPTED_TOKENS}, got {tokens}")
+    if tokens not in kernels.BFLOAT16_TOKENS:
+        raise PreferXla(f"the kernel is for tokens in {kernels.BFLOAT16_TOKENS}, got {tokens}")
     if any(array.dtype != jnp.bfloat16 for array in (*outputs, x, *downs, *ups)):
         raise PreferXla("the kernel is for inputs, outputs and matrices in bfloat16")
     num_adapters, rank, depth = downs[0].shape
     if num_adapters * rank not in kernels.ADAPTED_RANKS:
         raise PreferXla(f"the kernel is for adapters times rank in {kernels.ADAPTED_RANKS}, got {num_adapters * rank}")
     rows = x.reshape(-1, depth)
-    if len(rows) <= kernels.MAX_BFLOAT16_TOKENS:
+    if len(rows) <= max(kernels.BFLOAT16_TOKENS):
         stacks, layer = layer_stacks(downs)
         matrices = [down.reshape(*down.shape[:-3], num_adapters * rank, depth) for down in stacks]
         spec = kernels.LinearSpec((num_adapters * rank,) * len(matrices))

@@ -197,15 +197,14 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
     rows = weights[0].shape[0]
     tokens = x.size // x.shape[-1]
     (weight,), layer = layer_stacks(weights)
-    is_few = tokens <= kernels.MAX_BFLOAT16_TOKENS and tokens % kernels.BFLOAT16_TOKENS == 0
+    is_few = tokens in kernels.BFLOAT16_TOKENS
     multiply = kernels.bfloat16_linear
     if layer is not None and tokens > FEW_TOKENS and rows >= MIN_STACK_ROWS and not (is_few and rows >= MIN_ROWS):
         multiply = kernels.quantized_matmul
     elif not interpret and rows < MIN_ROWS:
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {rows}")
     elif not interpret and not is_few:
-        multiples = f"{kernels.BFLOAT16_TOKENS}, {2 * kernels.BFLOAT16_TOKENS}, .."
-        raise PreferXla(f"the kernel is for {multiples} or {kernels.MAX_BFLOAT16_TOKENS} tokens, got {tokens}")
+        raise PreferXla(f"the kernel is for tokens in {kernels.BFLOAT16_TOKENS}, got {tokens}")
     x = _rms_norm(x, layer_value(norm_weight), eps)
     outputs = multiply(x, weight, layer=layer, spec=spec, interpret=interpret)
     return _activate(outputs, swiglu_limit)

@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.spec import at_row
+from pallas_kernels.linear.spec import BFLOAT16_TOKENS, at_row
 from pallas_kernels.mgpu import wgmma
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
@@ -27,8 +27,7 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
-MAX_TOKENS = 64  # number of rows of an accumulator
-TOKENS = 8  # the number of tokens is a multiple of this number
+MAX_TOKENS = BFLOAT16_TOKENS[-1]  # also the number of rows of an accumulator
 CHANNELS = 64  # smallest number of channels of a block
 # Maximum number of blocks with 64 channels each. If more blocks would be needed, blocks have 128 channels, provided
 # that 128 divides the number of channels of every group.
@@ -89,8 +88,7 @@ def add_adapters(
     check_array("scales", scales, jnp.float32, depth)
     check_rules(
         {
-            f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}": tokens
-            in range(TOKENS, MAX_TOKENS + 1, TOKENS),
+            f"tokens in {BFLOAT16_TOKENS}, got {tokens}": tokens in BFLOAT16_TOKENS,
             f"adapters times rank in {RANKS}, got {depth}": depth in RANKS,
         }
     )

@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear.spec import LinearSpec, at_row, checked_outputs, out_types, store_tile
+from pallas_kernels.linear.spec import BFLOAT16_TOKENS, LinearSpec, at_row, checked_outputs, out_types, store_tile
 from pallas_kernels.linear.sum_exchange import SumExchange
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import barriers, wgmma
@@ -33,8 +33,6 @@ from pallas_kernels.runtime.roles import dispatch_warpgroups
 
 
 STEP = 256  # number of columns of a stage
-MAX_TOKENS = 64
-TOKENS = 8  # the number of tokens, which are the columns of a `wgmma`, is a multiple of this number
 STAGING_BYTES = SHARED_BYTES - (18 << 10)  # shared memory for stages and the inbox of `SumExchange`
 MAX_SPLITS = 8  # maximum number of blocks of a cluster that every Hopper GPU supports
 # Indices of warpgroups.
@@ -81,8 +79,7 @@ def bfloat16_linear(
         {
             f"columns in multiples of {STEP}, got {depth}": depth % STEP == 0,
             f"matrices of a multiple of {ROWS} rows, got {sizes}": not any(size % ROWS for size in sizes),
-            f"{TOKENS}, {2 * TOKENS}, .. or {MAX_TOKENS} tokens, got {tokens}": tokens
-            in range(TOKENS, MAX_TOKENS + 1, TOKENS),
+            f"tokens in {BFLOAT16_TOKENS}, got {tokens}": tokens in BFLOAT16_TOKENS,
         }
     )
     tiles = rows // ROWS

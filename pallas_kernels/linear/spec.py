@@ -15,6 +15,7 @@ from pallas_kernels.runtime.checks import check_rules
 
 
 Outputs = tuple[tuple[int, jnp.dtype], ...]  # (number of rows, dtype) of each output
+BFLOAT16_TOKENS = range(8, 65, 8)  # numbers of tokens that the kernels with bfloat16 weights take
 
 
 @dataclasses.dataclass(frozen=True)
