@@ -9,7 +9,6 @@ token's adapter by zeros. In the `wgmma`, the tokens are the rows of the accumul
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -34,18 +33,6 @@ CHANNELS = 64  # smallest number of channels of a block
 MAX_BLOCKS = 3 * MULTIPROCESSORS
 RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
 _FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-
-
-class AdapterScratch(NamedTuple):
-    """Shared memory of a block: types to allocate outside the kernel, references inside it."""
-
-    inner_smem: Any  # [64, depth] float32
-    masked_smem: Any  # [64, depth] bfloat16, `inner` times the scales; 0 outside of the token's adapter
-    numbers_smem: Any  # [64] int32, index of each token's adapter
-    out_smem: Any  # [64, channels] bfloat16: y, then the result
-    scales_smem: Any  # [depth] float32
-    up_smem: Any  # [channels, depth] bfloat16
-    ready: Any  # barrier that completes when all copies have arrived
 
 
 @cached_trace("rank")
@@ -104,72 +91,87 @@ def add_adapters(
     channels = CHANNELS
     if sum(y.shape[1] for y in outputs) > MAX_BLOCKS * CHANNELS and not any(size % (2 * CHANNELS) for size in sizes):
         channels *= 2
-    scratch = AdapterScratch(
-        inner_smem=plgpu.SMEM((MAX_TOKENS, depth), jnp.float32, transforms=_FLOAT32_TRANSFORMS),
-        masked_smem=plgpu.SMEM((MAX_TOKENS, depth), jnp.bfloat16, transforms=TRANSFORMS),
-        numbers_smem=plgpu.SMEM((MAX_TOKENS,), jnp.int32),
-        out_smem=plgpu.SMEM((MAX_TOKENS, channels), jnp.bfloat16, transforms=TRANSFORMS),
-        scales_smem=plgpu.SMEM((depth,), jnp.float32),
-        up_smem=plgpu.SMEM((channels, depth), jnp.bfloat16, transforms=TRANSFORMS),
-        ready=plgpu.Barrier(num_arrivals=5),
-    )
     launch = kernel(
         functools.partial(_body, rank),
         out_type=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs],
         kernel_name="add_adapters",
         grid={"block": sum(y.shape[1] for y in outputs) // channels},
-        scratch_types={"scratch": scratch},
+        scratch_types={
+            "inner_smem": plgpu.SMEM((MAX_TOKENS, depth), jnp.float32, transforms=_FLOAT32_TRANSFORMS),
+            # `inner` times the scales; 0 outside of the token's adapter.
+            "masked_smem": plgpu.SMEM((MAX_TOKENS, depth), jnp.bfloat16, transforms=TRANSFORMS),
+            "numbers_smem": plgpu.SMEM((MAX_TOKENS,), jnp.int32),
+            # `y`, then the result.
+            "out_smem": plgpu.SMEM((MAX_TOKENS, channels), jnp.bfloat16, transforms=TRANSFORMS),
+            "ready": plgpu.Barrier(num_arrivals=5),
+            "scales_smem": plgpu.SMEM((depth,), jnp.float32),
+            "up_smem": plgpu.SMEM((channels, depth), jnp.bfloat16, transforms=TRANSFORMS),
+        },
         interpret=interpret,
     )
     maps = list(zip(outputs, inners, strict=True))
     return tuple(launch(maps, list(ups), numbers, scales, layer_operand(layer)))
 
 
-def _body(rank, maps_gmem, ups_gmem, numbers_gmem, scales_gmem, layer_gmem, *outs_gmem, scratch):
+def _body(rank, maps_gmem, ups_gmem, numbers_gmem, scales_gmem, layer_gmem, *outs_gmem, **scratch):
     (block,) = axis_indices("block")
     ups_gmem = weights_of_layer(ups_gmem, layer_gmem)
     refs = [(*inputs, up, out) for inputs, up, out in zip(maps_gmem, ups_gmem, outs_gmem, strict=True)]
-    blocks = [y_gmem.shape[1] // scratch.out_smem.shape[1] for y_gmem, _ in maps_gmem]
-    at_row(refs, blocks, block, functools.partial(_add, rank, numbers_gmem, scales_gmem, scratch))
+    blocks = [y_gmem.shape[1] // scratch["out_smem"].shape[1] for y_gmem, _ in maps_gmem]
+    at_row(refs, blocks, block, functools.partial(_add, rank, numbers_gmem, scales_gmem, **scratch))
 
 
-def _add(rank, numbers_gmem, scales_gmem, scratch, refs, block):
+def _add(
+    rank,
+    numbers_gmem,
+    scales_gmem,
+    refs,
+    block,
+    *,
+    inner_smem,
+    masked_smem,
+    numbers_smem,
+    out_smem,
+    ready,
+    scales_smem,
+    up_smem,
+):
     """Computes a block's channels of one map: the map's output plus the products of the adapters.
 
     `refs` are the references (y, inner, up, out) of the map. `block` is the index of the block among those of the map.
     """
     y_gmem, inner_gmem, up_gmem, out_gmem = refs
     tokens, channels = y_gmem.shape
-    width, depth = scratch.up_smem.shape
+    width, depth = up_smem.shape
     groups = inner_gmem.shape[1] // depth
     group_blocks = channels // (groups * width)
     block_channels = pl.ds(block * width, width)
     rows = pl.ds(0, tokens)
     columns = pl.ds(lax.div(block, group_blocks) * depth, depth)
     copies = (
-        (up_gmem.at[block_channels], scratch.up_smem),
-        (inner_gmem.at[:, columns], scratch.inner_smem.at[rows]),
-        (y_gmem.at[:, block_channels], scratch.out_smem.at[rows]),
-        (numbers_gmem, scratch.numbers_smem.at[rows]),
-        (scales_gmem, scratch.scales_smem),
+        (up_gmem.at[block_channels], up_smem),
+        (inner_gmem.at[:, columns], inner_smem.at[rows]),
+        (y_gmem.at[:, block_channels], out_smem.at[rows]),
+        (numbers_gmem, numbers_smem.at[rows]),
+        (scales_gmem, scales_smem),
     )
     for source, destination in copies:
-        plgpu.copy_gmem_to_smem(source, destination, scratch.ready)
-    plgpu.barrier_wait(scratch.ready)
+        plgpu.copy_gmem_to_smem(source, destination, ready)
+    plgpu.barrier_wait(ready)
     # Rows past the last token are unspecified, and are not stored.
     shape = MAX_TOKENS, depth
     layout = plgpu.Layout.WGMMA
-    inner = plgpu.load(scratch.inner_smem, layout=layout)
-    numbers = lax.broadcast_in_dim(plgpu.load(scratch.numbers_smem, layout=layout.reduce(1)), shape, (0,))
-    scales = lax.broadcast_in_dim(plgpu.load(scratch.scales_smem, layout=layout.reduce(0)), shape, (1,))
+    inner = plgpu.load(inner_smem, layout=layout)
+    numbers = lax.broadcast_in_dim(plgpu.load(numbers_smem, layout=layout.reduce(1)), shape, (0,))
+    scales = lax.broadcast_in_dim(plgpu.load(scales_smem, layout=layout.reduce(0)), shape, (1,))
     adapters = lax.div(plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout), rank)
     masked = jnp.where(adapters == numbers, inner * scales, 0.0)
-    scratch.masked_smem[...] = masked.astype(jnp.bfloat16)
+    masked_smem[...] = masked.astype(jnp.bfloat16)
     plgpu.commit_smem()
     zeros = wgmma.zeros((MAX_TOKENS, width))
-    sums = wgmma.multiply_add(zeros, scratch.masked_smem, scratch.up_smem.transpose((1, 0)))
-    y = plgpu.load(scratch.out_smem, layout=layout).astype(jnp.float32)
-    scratch.out_smem[...] = (y + sums).astype(jnp.bfloat16)
+    sums = wgmma.multiply_add(zeros, masked_smem, up_smem.transpose((1, 0)))
+    y = plgpu.load(out_smem, layout=layout).astype(jnp.float32)
+    out_smem[...] = (y + sums).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(scratch.out_smem.at[rows], out_gmem.at[:, block_channels])
+    plgpu.copy_smem_to_gmem(out_smem.at[rows], out_gmem.at[:, block_channels])
     plgpu.wait_smem_to_gmem(0)
