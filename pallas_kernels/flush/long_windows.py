@@ -40,6 +40,11 @@ from pallas_kernels.runtime.launch import axis_indices, kernel
 
 
 MAX_SCANS = 4  # maximum number of scans whose loads overlap; a scan examines 32 tokens
+STAGES = 2  # number of chunks that a block copies at once, if shared memory has room for them
+# Number of warpgroups of a block if no request has all tokens of a window in the call, and if one may have them. More
+# warpgroups take longer to start.
+DECODE_WARPGROUPS = 2
+PREFILL_WARPGROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +65,12 @@ class LongWindowPlan:
         windows = -(-tokens // min(max_in_call, c.rate))
         blocks = next((blocks for at_most, blocks in config.cluster_sizes if windows <= at_most), 1)
         share = -(-tokens // min(windows, config.long_blocks // blocks))
-        warpgroups = config.prefill_warpgroups if max_in_call >= c.rate else config.decode_warpgroups
+        warpgroups = PREFILL_WARPGROUPS if max_in_call >= c.rate else DECODE_WARPGROUPS
         warpgroups = min(warpgroups, c.dim // vectors.THREADS)
         single = cls(c, max_in_call, blocks, warpgroups, -(-tokens // share), share, 1)
         # If all rows of a chunk can be in the call, a stage also holds position biases for all of them. Then a second
         # stage may not fit into shared memory.
-        staged = dataclasses.replace(single, stages=min(config.stages, single.chunks))
+        staged = dataclasses.replace(single, stages=min(STAGES, single.chunks))
         return staged if 4 * sum(staged.shared.values()) <= SHARED_BYTES else single
 
     @property

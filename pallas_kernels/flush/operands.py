@@ -180,29 +180,22 @@ class Config:
     """Tuning choices of the flush kernels.
 
     Raises:
-      ValueError: `stages` or a number of blocks in `cluster_sizes` does not divide the chunks of a long window.
+      ValueError: a number of blocks in `cluster_sizes` does not divide the chunks of a long window.
     """
 
     # Pairs (n, number of blocks that share a window if at most n long windows can close in the call), with n ascending.
     # The first pair that applies is used. If more windows can close, blocks do not share windows.
     cluster_sizes: tuple[tuple[int, int], ...] = ((14, 8), (30, 4), (130, 2))
     long_blocks: int = MULTIPROCESSORS  # maximum number of blocks for long windows: all run at once, one per SM
-    # Number of warpgroups per block for long windows, if no request has all tokens of a window in the call. More
-    # warpgroups take longer to start.
-    decode_warpgroups: int = 2
-    # Number of warpgroups per block for long windows, if a request may have all tokens of a window in the call.
-    prefill_warpgroups: int = 4
-    stages: int = 2  # number of chunks of a long window that a block copies at once, if shared memory has room for them
     # Maximum number of warpgroups for short windows: a little less than the number that runs at once, and odd, see
     # `short_windows._workers`.
     short_workers: int = 513
     state_workers: int = 8 * MULTIPROCESSORS  # maximum number of warpgroups for state rows; this many run at once
 
     def __post_init__(self):
-        blocks = {f"cluster_sizes[{i}][1]": blocks for i, (_, blocks) in enumerate(self.cluster_sizes)}
-        for name, value in {"stages": self.stages, **blocks}.items():
-            if value < 1 or CHUNKS % value:
-                raise ValueError(f"{name}={value} must divide {CHUNKS}, the number of chunks of a long window")
+        for i, (_, blocks) in enumerate(self.cluster_sizes):
+            if blocks < 1 or CHUNKS % blocks:
+                raise ValueError(f"cluster_sizes[{i}][1]={blocks} must divide {CHUNKS}, the chunks of a long window")
 
 
 @dataclasses.dataclass(frozen=True)
