@@ -39,7 +39,6 @@ CHANNELS = 1024  # number of channels of a warpgroup
 STAGES = 2  # number of groups of tokens whose `pre` shared memory holds
 WARPS = THREADS // WARP
 MAX_LOADS = 16  # number of vectors of 128 partial sums that fit into registers at once
-_LANES = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
 _RECIPROCAL = "rcp.approx.ftz.f32 $0, $1;"
 
 
@@ -168,23 +167,22 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
     def token_of(i, turn, n):
         return (block + i * blocks) * p.tokens_each + turn * p.step + n
 
-    def load_token(token):
-        """Returns (streams, pre) of a token: lists of this warpgroup's channels and of the weight `pre` of each stream.
-
-        `pre` is None if `compute_weights` computes these weights.
-        """
-        streams = [load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)]
-        return streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]
-
     def load_tokens(i, turn):
-        """Returns a list of results of `load_token`, for the tokens of turn `turn` of the block's i-th group."""
-        tokens = [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]
-        return [load_token(token) for token in tokens]
+        """Returns a list of (streams, pre), for the tokens of turn `turn` of the block's i-th group.
+
+        `streams` and `pre` are lists of this warpgroup's channels and of the weight `pre` of each stream. `pre` is None
+        if `compute_weights` computes these weights.
+        """
+        loaded = []
+        for token in [jnp.minimum(token_of(i, turn, n), p.tokens - 1) for n in range(p.step)]:
+            streams = [load(streams_gmem.at[token, j, own_channels]) for j in range(STREAMS)]
+            loaded.append((streams, None if pre_gmem is None else [pre_gmem[token, j] for j in range(STREAMS)]))
+        return loaded
 
     def collapse_token(stage, parity, turn, n, streams, pre):
         """Collapses token n of a turn, and writes each warp's sum of the squares to `norms_smem[parity, n]`.
 
-        `stage` is the stage of `pre_smem` with the group's weights; `streams` and `pre` are results of `load_token`.
+        `stage` is the stage of `pre_smem` with the group's weights; `streams` and `pre` are results of `load_tokens`.
         Returns [1024] float32, rounded to bfloat16.
         """
         first_lane = (turn * p.step + n) * WARP  # first lane of the warp that has computed the token's weights
@@ -310,7 +308,7 @@ def mixing_matrix(logits: jax.Array, *, iterations: int, eps: float) -> jax.Arra
     return logits.reshape(WARPS, WARP).at[:, lanes].set(comb.reshape(WARPS, -1)).reshape(-1)
 
 
-@mlir.emits(mixing_matrix, _LANES.layout, returns=_LANES)
+@vectors.emits(mixing_matrix, returns=lambda logits, **_: logits)
 def _emit_mixing_matrix(logits, iterations, eps):
     # Every lane computes the whole matrix, and keeps one entry at the end.
     indices = range(STREAMS)
@@ -401,7 +399,7 @@ def put_rows(target, x: jax.Array, first: jax.Array, *, rows: int) -> None:
             target[first + i, :] = x[i * WARP : i * WARP + width]
 
 
-@mlir.emits(put_rows, None, _LANES.layout)
+@vectors.emits(put_rows)
 def _emit_put_rows(target, x, first, rows):
     count, width = target.type.shape
     thread = mlir.thread()

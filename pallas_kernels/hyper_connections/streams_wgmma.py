@@ -189,10 +189,6 @@ def _emit_split_weight(target, fn, index, warpgroup):
     mlir.ptx("fence.proxy.async.shared::cta;")
 
 
-def _fours(shape):
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=4)
-
-
 @primitive
 def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Array:
     """Loads each thread's first two rows of the chunk at (token `start`, channel `column`), for `mix_chunk`.
@@ -205,7 +201,7 @@ def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Arra
 
 @mlir.emits(
     load_rows,
-    layout=_fours,
+    layout=thread_ops.vector_layout,
     returns=lambda start, column, refs: jax.ShapeDtypeStruct(_ahead_shape(refs), jnp.int32),
 )
 def _emit_load_rows(start, column, refs):
@@ -243,10 +239,12 @@ def mix_chunk(operand, ahead: jax.Array, here, following, refs: StreamRefs) -> t
     return jnp.pad(squares, ((0, 0), (0, 0), (0, 4))).reshape(-1), ahead
 
 
-_SQUARES = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, vectors.layout(THREADS))
-
-
-@mlir.emits(mix_chunk, plgpu.RefType(TRANSFORMS), layout=_fours, returns=lambda operand, ahead, *_: (_SQUARES, ahead))
+@mlir.emits(
+    mix_chunk,
+    plgpu.RefType(TRANSFORMS),
+    layout=thread_ops.vector_layout,
+    returns=lambda operand, ahead, *_: (jax.ShapeDtypeStruct((THREADS,), jnp.float32), ahead),
+)
 def _emit_mix_chunk(operand, ahead, here, following, refs):
     start, column = here
     eight = mlir.thread() & 7
