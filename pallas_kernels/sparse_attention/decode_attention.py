@@ -337,7 +337,7 @@ def _load_tiles(problem, addresses, tiles, buffers, other_block):
             first_entries = jnp.minimum(jnp.maximum(tiles.first, problem.window_tiles), tiles.last)
             units, *carry = lax.fori_loop(tiles.first, first_entries, load_rows, carry)
             load_rows = functools.partial(load_tile, compressed.layout, find_entries, load_entries)
-            carry = [kv_tiles.entry_part(unit) for unit in units], *carry
+            carry = [unit[:2] for unit in units], *carry  # E2M1 rows fill the first two arrays of a unit
             lax.fori_loop(first_entries, tiles.last, load_rows, carry)
         # The interpreter requires a wait for every arrival. On a GPU, a block must not end while the other block of its
         # cluster still signals its barriers.

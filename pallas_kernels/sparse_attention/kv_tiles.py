@@ -8,8 +8,8 @@ holds 4 rows of a unit, and 8 lanes share a row. A lane loads 8 bytes of every 6
 values of every group of 64 columns, or 16 E2M1 values, with a common scale, of every 128 columns.
 
 A unit's rows lie in the first or in the second of two sets of pools, such as rings and pools of compressed entries. If
-the two sets have different layouts, a unit has registers for a row of the first set, which needs more of them.
-`entry_part` returns the registers that a row of the second set fills.
+the two sets have different layouts, a unit has registers for a row of the first set, which needs more of them. A row of
+the second set fills the first two arrays of the unit, its codes and scales.
 """
 
 import contextlib
@@ -114,11 +114,6 @@ def check_layouts(layouts: RowLayouts) -> None:
     check_rules(rules)
 
 
-def entry_part(unit: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Returns the arrays (codes, scales) that E2M1 rows fill in a unit that can hold either E4M3 or E2M1 rows."""
-    return unit[:2]
-
-
 def _unit_types(layout):
     """Returns the types of a unit's arrays, which hold words of 32 bits.
 
@@ -213,7 +208,7 @@ def store_unit(
       tile_smem: [rows, 512] bfloat16 with `TRANSFORMS`; rows first .. first + 15 are written.
       bias_smem: [rows] float32; elements first .. first + 15 are set to 0 for rows that exist, otherwise to -inf.
       first: int32 scalar, index of the unit's first row in the tile.
-      unit: result of `load_unit`, or its `entry_part` for E2M1 codes.
+      unit: result of `load_unit`, or the first two arrays of it for E2M1 codes of the second layout.
       row: [16] int32, the argument of `load_unit`.
       layout: byte layout of the rows.
       peer: None, or (index of another block of the cluster, one of this block's `transaction_barriers`). The values and

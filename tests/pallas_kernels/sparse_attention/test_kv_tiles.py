@@ -35,7 +35,7 @@ def decode_units(rings, pools, *, interpret=False):
         loaded = kv_tiles.load_unit(rings_gmem, pools_gmem, use_second, row, LAYOUTS)
         store = functools.partial(kv_tiles.store_unit, tile_smem, bias_smem, jnp.int32(0))
         pl.when(unit < UNITS)(lambda: store(loaded, row, LAYOUTS[0]))
-        pl.when(unit >= UNITS)(lambda: store(kv_tiles.entry_part(loaded), row, LAYOUTS[1]))
+        pl.when(unit >= UNITS)(lambda: store(loaded[:2], row, LAYOUTS[1]))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile_smem, rows_gmem.at[pl.ds(unit * UNIT, UNIT)])
         plgpu.copy_smem_to_gmem(bias_smem, biases_gmem.at[unit])
