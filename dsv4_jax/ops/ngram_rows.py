@@ -1,7 +1,10 @@
 """Engram's hashes: the rows of a table of embeddings for the n-grams that end with each token."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -37,40 +40,10 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
     Returns:
       [T, len(primes)] int32 rows.
     """
-    tokens, n = ids.shape
-    words = _products(ids.astype(jnp.uint32), multipliers)
-    hashes = [words[:, 0]]  # `hashes[i]` becomes the hash of the n-gram of i + 1 tokens
-    for i in range(1, n):
-        hashes.append(hashes[-1] ^ words[:, i])
-    hash_words = jnp.stack(hashes[1:], axis=1)[:, :, None, :]  # [T, n - 1, 1, 4]
-    moduli = jnp.asarray(primes, jnp.uint32).reshape(1, n - 1, -1)
-    rows = jnp.zeros((), jnp.uint32)
-    for word in reversed(range(4)):
-        # Long division, from the highest byte to the lowest. `rows` is the remainder so far, less than 2**24, so that
-        # with another byte it still fits into 32 bits.
-        for byte in (hash_words[..., word] >> 8, hash_words[..., word] & 0xFF):
-            rows = ((rows << 8) + byte) % moduli
+    with jax.enable_x64():  # for the 64-bit integers of the hashes
+        products = ids.astype(jnp.uint64) * jnp.asarray(multipliers, jnp.uint64)[None, :]
+        _, *hashes = itertools.accumulate(products.T, operator.xor)
+        moduli = jnp.asarray(primes, jnp.uint64).reshape(1, len(hashes), -1)
+        rows = jax.lax.rem(*jnp.broadcast_arrays(jnp.stack(hashes, axis=1)[:, :, None], moduli)).astype(jnp.int32)
     offsets = np.cumsum([0, *primes[:-1]])
-    return rows.reshape(tokens, -1).astype(jnp.int32) + jnp.asarray(offsets, jnp.int32)[None, :]
-
-
-def _products(ids, multipliers):
-    """Multiplies ids [T, n] uint32 by n numbers below 2**63; the products are below 2**63, too.
-
-    Returns the four 16-bit words of each product, the low word first: [T, n, 4] uint32.
-    """
-    factors = np.array([[number >> 16 * i & 0xFFFF for number in multipliers] for i in range(4)], np.uint32)[:, None, :]
-    # `columns[k]` adds up the terms that belong to word k of a product. The sums fit into 32 bits.
-    columns = [jnp.zeros_like(ids) for _ in range(5)]
-    for i, part in enumerate((ids & 0xFFFF, ids >> 16)):
-        for j in range(4 - i):
-            product = part * factors[j]
-            columns[i + j] += product & 0xFFFF
-            columns[i + j + 1] += product >> 16
-    words = []
-    carry = jnp.zeros_like(ids)
-    for column in columns[:4]:
-        total = column + carry
-        words.append(total & 0xFFFF)
-        carry = total >> 16
-    return jnp.stack(words, axis=-1)
+    return rows.reshape(len(ids), -1) + jnp.asarray(offsets, jnp.int32)[None, :]
