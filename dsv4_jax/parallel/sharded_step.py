@@ -38,7 +38,7 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
         if mesh is None:
             return step(model, cache, *args, **options)
 
-        def local(model: Any, cache: Any, args: Any) -> Any:
+        def local(model: Any, cache: Any, *args: Any) -> Any:
             """Runs the step on one device, with its shards."""
             with with_mailboxes(getattr(cache, "mailboxes", None)):
                 *results, cache = step(model, cache, *args, **options)
@@ -80,14 +80,8 @@ def sharded_rows(function: Callable[..., Any], *, placed: int = 0) -> Callable[.
     def call(*args: Any) -> Any:
         if (mesh := mesh_of(args)) is None:
             return function(*args)
-
-        def local(*inputs: Any) -> Any:
-            """Runs the function on one device, with its shards."""
-            *leading, rows = inputs
-            return function(*leading, *rows)
-
         requests_spec = _requests_spec(mesh)
-        return _run(local, mesh, args[:placed], args[placed:], requests_spec, requests_spec)
+        return _run(function, mesh, args[:placed], args[placed:], requests_spec, requests_spec)
 
     return call
 
@@ -122,32 +116,29 @@ def _on_shards(function, out_specs):
     def call(cache: Any, *args: Any, **options: Any) -> Any:
         if (mesh := mesh_of(cache)) is None:
             return function(cache, *args, **options)
-
-        def local(cache, args):
-            return function(cache, *args, **options)
-
+        local = functools.partial(function, **options)
         return _run(local, mesh, (cache,), args, PartitionSpec(), out_specs(cache))
 
     return call
 
 
 def _run(local, mesh, placed, args, args_spec, out_specs):
-    """Runs `local(*placed, args)` on every device of the mesh.
+    """Runs `local(*placed, *args)` on every device of the mesh.
 
     Args:
       local: the function to run.
       mesh: the mesh.
       placed: tuple of pytrees, such as model and cache, whose arrays keep their shardings.
-      args: pytree of arrays, which get the spec `args_spec`; scalars are replicated.
+      args: tuple of pytrees of arrays, which get the spec `args_spec`; scalars are replicated.
       args_spec: PartitionSpec of `args`.
       out_specs: PartitionSpecs of the results.
     """
     args_specs = jax.tree.map(lambda x: args_spec if jax.numpy.ndim(x) else PartitionSpec(), args)
     args = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), args, args_specs)
     # `check_vma=False`, since kernels do not declare the mesh axes along which their results vary.
-    in_specs = *map(_specs, placed), args_specs
+    in_specs = *map(_specs, placed), *args_specs
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*placed, args)
+    return mapped(*placed, *args)
 
 
 def _specs(tree):
@@ -156,9 +147,8 @@ def _specs(tree):
 
 def mesh_of(tree: Any) -> Any:
     """Returns the mesh of the arrays in a pytree, if it has Explicit axes; else None."""
-    meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)}
-    explicit = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
-    return explicit[0] if explicit else None
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def _requests_spec(mesh):
