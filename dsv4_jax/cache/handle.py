@@ -258,26 +258,14 @@ class LayerCacheHandle(Summarized):
 
         Returns:
           [T, E] float32 scores, E = the largest number of entries of a request. Scores past the visible entries are
-          unspecified. With context parallelism, entries that lie on other devices score -inf.
-
-          With candidates, entries outside of the candidate blocks score -inf. But if the B blocks have less than half
-          of the E entries, only entries in these blocks are scored, and the result is [T, B * `candidate_block_size`].
+          unspecified. With context parallelism, entries that lie on other devices score -inf. With candidates, only
+          entries in these blocks are scored, and the result is [T, B * `candidate_block_size`].
         """
         view = self.read_indexer_view()
         self._check_shape("q", q, None, view.codec.dim)
         self._check_shape("weights", weights, q.shape[1])
-        size = self._schema.config.candidate_block_size
-        gathers = self._gathers(candidates)
-        scores = ops.indexer_scores(
-            view,
-            q,
-            weights,
-            *self._places,
-            inv_freq=inv_freq,
-            candidates=candidates if gathers else None,
-            block_size=size,
-        )
-        return scores if candidates is None or gathers else ops.within_candidates(scores, candidates, size)
+        options = {"candidates": candidates, "block_size": self._schema.config.candidate_block_size}
+        return ops.indexer_scores(view, q, weights, *self._places, inv_freq=inv_freq, **options)
 
     def indexer_topk(
         self, scores: Float[Array, "T E"], candidates: Int[Array, "T B"] | None = None
@@ -293,7 +281,7 @@ class LayerCacheHandle(Summarized):
         """
         k = self._schema.config.topk(self.spec.layer)
         lengths = self.valid_lengths()
-        if candidates is None or not self._gathers(candidates):
+        if candidates is None:
             return self._topk(scores, lengths, k)
         size = self._schema.config.candidate_block_size
         chosen = self._topk(scores, ops.candidate_lengths(lengths, candidates.shape[1], size), k)
@@ -315,7 +303,10 @@ class LayerCacheHandle(Summarized):
         """
         arrays = *arrays, candidates
         tokens = self.batch.slots.shape[0]
-        tile_size = max(1, MAX_SCORES // self._num_scores(candidates))
+        num_scores = self.read_indexer_view().max_entries
+        if candidates is not None:
+            num_scores = candidates.shape[1] * self._schema.config.candidate_block_size
+        tile_size = max(1, MAX_SCORES // num_scores)
         if tokens <= tile_size:
             return function(self, *arrays)
 
@@ -351,18 +342,6 @@ class LayerCacheHandle(Summarized):
         if scores.shape[1] <= config.candidate_topk_blocks * size:
             return None
         return ops.candidate_blocks(scores, self.valid_lengths(), config.candidate_topk_blocks, size, self._topk)
-
-    def _gathers(self, candidates):
-        """Returns whether only the entries in candidate blocks are scored, because these are few."""
-        return self._num_scores(candidates) < self.read_indexer_view().max_entries
-
-    def _num_scores(self, candidates):
-        """Returns the number of scores that `indexer_scores` computes for a token."""
-        entries = self.read_indexer_view().max_entries
-        if candidates is None:
-            return entries
-        chosen = candidates.shape[1] * self._schema.config.candidate_block_size
-        return chosen if 2 * chosen < entries else entries
 
     @property
     def _topk(self):
