@@ -28,13 +28,7 @@ from dsv4_jax.ops.all_reduce import (
     with_mailboxes,
 )
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.candidates import (
-    candidate_blocks,
-    candidate_entries,
-    candidate_lengths,
-    entries_at,
-    within_candidates,
-)
+from dsv4_jax.ops.candidates import candidate_blocks, candidate_entries, candidate_lengths, entries_at
 from dsv4_jax.ops.dispatch import use_implementation
 from dsv4_jax.ops.experts import experts
 from dsv4_jax.ops.flush import ClosedWindows, CompressorInputs, CompressorWeights, flush, pool_windows, write_entries

@@ -40,23 +40,6 @@ def candidate_blocks(
     return topk(jnp.max(padded.reshape(tokens, -1, block_size), axis=2), num_blocks, count)
 
 
-def within_candidates(
-    scores: Float[Array, "T E"], blocks: Int[Array, "T count"], block_size: int
-) -> Float[Array, "T E"]:
-    """Returns the scores, with -inf for entries that lie in none of the given blocks.
-
-    Args:
-      scores: [T, E] float32 scores of all entries.
-      blocks: [T, count] int32 indices of blocks; -1 = no block.
-      block_size: number of entries in a block.
-    """
-    tokens, entries = scores.shape
-    number = -(-entries // block_size)
-    rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-    chosen = jnp.zeros((tokens, number), bool).at[rows, jnp.where(blocks >= 0, blocks, number)].set(True, mode="drop")
-    return jnp.where(jnp.repeat(chosen, block_size, axis=1)[:, :entries], scores, -jnp.inf)
-
-
 def candidate_lengths(lengths: Int[Array, "T"], count: int, block_size: int) -> Int[Array, "T"]:
     """Returns the number of visible entries in the blocks that `candidate_blocks` returns, [T] int32.
 

@@ -1,4 +1,4 @@
-"""Candidate blocks, against their definition token by token, and both forms of selections within them."""
+"""Candidate blocks, against their definition token by token, and selections within them."""
 
 import chex
 import jax.numpy as jnp
@@ -29,7 +29,9 @@ def test_blocks_and_selections_within_them(size):
     lengths = np.concatenate([[0, 1, size, ENTRIES], rng.integers(0, ENTRIES + 1, 56)]).astype(np.int32)
     blocks = ops.candidate_blocks(jnp.asarray(scores), jnp.asarray(lengths), COUNT, size, ops.indexer_topk)
     own = jnp.asarray(rng.integers(-3, 4, scores.shape).astype(np.float32))
-    masked = ops.within_candidates(own, blocks, size)
+    is_chosen = np.zeros((len(scores), -(-ENTRIES // size) + 1), bool)
+    np.put_along_axis(is_chosen, np.asarray(blocks), True, axis=1)  # -1 sets the last column, which is left out below
+    masked = jnp.where(np.repeat(is_chosen, size, axis=1)[:, :ENTRIES], own, -jnp.inf)
     selected = np.asarray(ops.indexer_topk(masked, jnp.asarray(lengths), TOPK))
     entries = np.asarray(ops.candidate_entries(blocks, size))
     counts = ops.candidate_lengths(jnp.asarray(lengths), COUNT, size)

@@ -23,7 +23,7 @@ INV_FREQ = jnp.asarray(0.3 ** np.arange(ROPE // 2), jnp.float32)
 EPS = dict(eps=1e-6)
 # They select, count or configure.
 NO_GRADIENT = {
-    "indexer_topk", "candidate_blocks", "candidate_entries", "candidate_lengths", "entries_at", "within_candidates",
+    "indexer_topk", "candidate_blocks", "candidate_entries", "candidate_lengths", "entries_at",
     "valid_lengths", "hash_multipliers",
     "ngram_rows", "model_index", "scatters_rows", "use_implementation", "with_mailboxes",
 }  # fmt: skip
