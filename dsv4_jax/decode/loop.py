@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.decode.drafts import DraftOptions, check_drafts, one_token_batch
+from dsv4_jax.decode.drafts import DraftOptions, one_token_batch
 from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
 from dsv4_jax.decode.step import Model, last_token_indices, sample_step
@@ -83,8 +83,6 @@ def decode_loop(
     if batch.prefill:
         raise ValueError("the batch is a prefill: run it with sample_step, and give the loop each request's next token")
     options = DraftOptions.of(drafts)
-    if options.count:
-        check_drafts(cache.schema, options)
     # The batch's new blocks and reset slots are applied once, before the loop. The batches of the loop have neither,
     # because resetting a slot again would lose its blocks.
     cache = cache.begin_step(batch)
@@ -92,7 +90,6 @@ def decode_loop(
     last = last_token_indices(batch, num_slots)
     index = jnp.maximum(last, 0)
     no_tokens = jnp.full((num_slots, steps), -1, jnp.int32)
-    zeros = jnp.zeros((num_slots,), jnp.int32)
     logprobs = None if top_logprobs is None else jnp.zeros(no_tokens.shape, jnp.float32)
     top = None
     if top_logprobs:
@@ -101,9 +98,9 @@ def decode_loop(
         last_tokens=one_token_batch(
             batch.token_ids[index], jnp.where(last >= 0, batch.positions[index], -1), batch.adapters
         ),
-        draft_tokens=jnp.zeros((num_slots, options.count), jnp.int32),
-        num_tokens=zeros,
-        num_steps=zeros,
+        draft_tokens=jnp.full((num_slots, options.count), -1, jnp.int32),
+        num_tokens=jnp.zeros((num_slots,), jnp.int32),
+        num_steps=jnp.int32(0),
         output=LoopOutput(no_tokens, logprobs, top, no_tokens if options.count else None, processor),
         cache=cache,
     )
@@ -120,7 +117,7 @@ class _LoopState:
       last_tokens: Batch with the newest token of each unfinished request, by slot; this token has not run yet.
       draft_tokens: [slots, drafts] int32, drafts of the tokens after the newest one; -1 in columns without a draft.
       num_tokens: [slots] int32, number of new tokens that each request got.
-      num_steps: [slots] int32, number of steps that each request ran.
+      num_steps: scalar int32, number of steps so far. Each unfinished request ran in all of them.
       output: LoopOutput so far.
       cache: the cache after the newest step.
     """
@@ -141,10 +138,9 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     drafts = draft_options.count
     offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
     # A request gets at most `steps` tokens. A step gives it the accepted drafts and one token more, so it can use at
-    # most `steps - num_tokens - 1` drafts. No drafts were made for a request's first step.
+    # most `steps - num_tokens - 1` drafts.
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
     num_drafts = jnp.minimum(num_made, steps - state.num_tokens - 1)
-    num_drafts = jnp.where(is_active & (state.num_tokens > 0), num_drafts, 0)
     is_live = is_active[:, None] & (offsets <= num_drafts[:, None])  # [slots, 1 + drafts], the tokens that run
     indices = jnp.where(is_live, jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape), -1).reshape(-1)
     batch = _with_drafts(state.last_tokens, state.draft_tokens, is_live)
@@ -194,7 +190,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
         last_tokens=one_token_batch(last_token, jnp.where(goes_on, length, -1), state.last_tokens.adapters),
         draft_tokens=result.draft_tokens if drafts else state.draft_tokens,
         num_tokens=num_tokens,
-        num_steps=state.num_steps + is_active.astype(jnp.int32),
+        num_steps=state.num_steps + 1,
         output=output,
         cache=dataclasses.replace(cache, lengths=jnp.where(is_active, length, cache.lengths)),
     )
