@@ -21,12 +21,14 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import io
 import logging
 import os
 import pickle
 import platform
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,7 +39,7 @@ import jax.extend.backend
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from dsv4_jax.common.private_folder import make_private_folder
 from dsv4_jax.decode.step_launch import static_names
@@ -116,8 +118,8 @@ class ProgramTable:
             args = bound.args
             options = {name: value for name, value in bound.kwargs.items() if name in options}
         leaves, structure = jax.tree.flatten(args[1:])
-        types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), _sharding(x)) for x in leaves])
-        key = function, structure, types, tuple(options.items()), default_implementation()
+        leaf_types = tuple([(np.shape(x), getattr(x, "dtype", type(x)), _sharding(x)) for x in leaves])
+        key = function, structure, leaf_types, tuple(options.items()), default_implementation()
         program = self._programs.get(key)
         if program is None:
             program = self._make(key, functools.partial(find_program, function, args, options))
@@ -160,7 +162,7 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
         return None
     try:
         path = folder / _name(function, args, options)
-    except _UnknownObjectError as error:
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
         logger.debug("no program of %s is kept: %s", function.__qualname__, error)
         return None
     with _reported(f"cannot load {function.__qualname__}"):
@@ -188,12 +190,14 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
 def _name(function, args, options):
     """Returns the name of a program's file: a hash of everything that the program of this call depends on.
 
-    Raises _UnknownObjectError if the program depends on an object that cannot be described.
+    Raises PicklingError, TypeError or AttributeError if the program depends on an object that cannot be pickled, or
+    whose class or function is outside the packages that the hash covers.
     """
-    static = [_definition(function), _describe(jax.tree.structure((args, {}))), _describe(dict(options))]
-    types = [_describe_leaf(leaf) for leaf in jax.tree.leaves(args)]
-    parts = *static, _environment(), types, default_implementation(), _sources()
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    leaves, structure = jax.tree.flatten(args)
+    call = _definition(function), structure, dict(options), [_describe(leaf) for leaf in leaves]
+    description = io.BytesIO()
+    _Pickler(description).dump((call, default_implementation(), _environment(), _sources()))
+    return hashlib.sha256(description.getvalue()).hexdigest()
 
 
 def _load(data, args):
@@ -223,48 +227,29 @@ def compile_program(
     return Program(executable, dict(zip(("trace", "lower", "compile"), np.diff(times).tolist(), strict=True)))
 
 
-class _UnknownObjectError(Exception):
-    """A call depends on an object that the name of the program's file cannot describe."""
+class _Pickler(pickle.Pickler):
+    """Pickles objects to bytes that are the same in every process, and that differ for objects that differ."""
 
+    def persistent_id(self, value: Any) -> Any:
+        """Returns the id of a device; checks the package of a class or function, and returns None."""
+        self.clear_memo()  # so that the bytes do not depend on which of several equal objects are the same object
+        if isinstance(value, jax.Device):
+            return value.id
+        if isinstance(value, type | types.FunctionType):
+            _definition(value)
+        return None
 
-def _describe(value: Any) -> Any:
-    """Describes a static object by text, numbers and nested tuples of them.
-
-    The description is the same in every process, and different objects have different descriptions.
-
-    Raises:
-      _UnknownObjectError: the object has an unknown type, or its class or function is outside the packages that the
-        hash covers.
-    """
-    kind = type(value)
-    if kind in (type(None), bool, int, float, complex, str, bytes):
-        return value
-    if kind in (tuple, list):
-        return kind.__name__, *map(_describe, value)
-    if isinstance(value, jax.tree_util.PyTreeDef):
-        node = value.node_data()
-        return ("tree", node and _describe(node), *map(_describe, value.children()))
-    if isinstance(value, type):
-        return "type", _definition(value)
-    if isinstance(value, np.dtype | PartitionSpec):
-        return kind.__name__, str(value)
-    if isinstance(value, np.ndarray):
-        return "array", str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, Mapping):
-        return "mapping", _definition(kind), *((_describe(name), _describe(item)) for name, item in value.items())
-    if dataclasses.is_dataclass(value):
-        fields = ((field.name, _describe(getattr(value, field.name))) for field in dataclasses.fields(value))
-        return "dataclass", _definition(kind), *fields
-    if isinstance(value, Mesh):
-        ids = tuple([device.id for device in value.devices.flat])
-        return "mesh", value.axis_names, value.devices.shape, str(value.axis_types), ids
-    raise _UnknownObjectError(f"{kind.__qualname__} is not described")
+    def reducer_override(self, value: Any) -> Any:
+        """Reduces a dataclass to its fields, without the cached properties that it may hold."""
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return type(value), tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+        return NotImplemented
 
 
 def _definition(kind: Any) -> str:
-    """Returns the full name of a class or function; raises _UnknownObjectError if its package is not in `_KNOWN`."""
+    """Returns the full name of a class or function; raises PicklingError if its package is not in `_KNOWN`."""
     if kind.__module__.partition(".")[0] not in _KNOWN:
-        raise _UnknownObjectError(f"{kind.__module__}.{kind.__qualname__} is not of this package")
+        raise pickle.PicklingError(f"{kind.__module__}.{kind.__qualname__} is not of this package")
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -276,25 +261,16 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
     return sharding
 
 
-def _describe_leaf(leaf: Any) -> tuple:
-    """Describes the type of an array, and its sharding and placement if it has a sharding.
-
-    Raises _UnknownObjectError if the sharding is neither a NamedSharding nor a SingleDeviceSharding.
-    """
+def _describe(leaf: Any) -> tuple:
+    """Returns the shape and dtype of an array, and its sharding and placement if it has a sharding."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return "host", np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
+        return np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))
     sharding = _sharding(leaf)
-    if isinstance(sharding, NamedSharding):
-        spec = list(sharding.spec)
-        while spec and spec[-1] is None:  # P(None) means the same as P()
-            spec.pop()
-        where = _describe(sharding.mesh), str(spec), sharding.memory_kind
-    elif isinstance(sharding, SingleDeviceSharding):
-        where = [device.id for device in sharding.device_set], sharding.memory_kind
-    else:
-        raise _UnknownObjectError(f"an array has a {type(sharding).__name__}")
+    if isinstance(sharding, NamedSharding):  # P() means the same as P(None)
+        spec = PartitionSpec(*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
+        sharding = sharding.update(spec=spec)
     committed = leaf.committed if isinstance(leaf, jax.Array) else leaf.sharding is not None
-    return leaf.shape, str(leaf.dtype), leaf.weak_type, committed, where
+    return leaf.shape, str(leaf.dtype), leaf.weak_type, committed, sharding
 
 
 def _devices(leaves: list[Any]) -> list[jax.Device]:
