@@ -33,8 +33,9 @@ class Batch(Summarized):
       token_ids: [T] int32, token ids; 0 for padding.
       positions: [T] int32, absolute positions of the tokens.
       slots: [T] int32, slots of the tokens' requests.
-      new_blocks: [N, 3] int32, newly reserved blocks: (slot, index in the slot's row of the block table, block id).
-      reset_slots: [max_requests] int32, slots whose new request begins with this step.
+      new_blocks: [N, 3] int32, newly reserved blocks: (slot, index in the slot's row of the block table, block id);
+        None = no blocks.
+      reset_slots: [max_requests] int32, slots whose new request begins with this step; None = no slots.
       prefill: whether a request has more than `max_query_tokens` tokens in the batch. The request's window rows could
         then overwrite each other in the ring, so attention takes them from the step's own tokens instead (static).
       draft_block: number of tokens in a block of DSpark drafts, which all see each other and the window before the
@@ -51,9 +52,9 @@ class Batch(Summarized):
     token_ids: Any
     positions: Any
     slots: Any
-    new_blocks: Any
-    reset_slots: Any
-    prefill: bool = static_field()
+    new_blocks: Any = None
+    reset_slots: Any = None
+    prefill: bool = static_field(default=False)
     adapters: Any = None
     is_image: Any = None
     decisions: Decisions | None = None

@@ -215,11 +215,15 @@ class KVCache(Summarized):
             """Returns the indices, with `slots` (nothing is written there) for those that are negative or not kept."""
             return jnp.where(keep & (index >= 0), index, slots)
 
-        reset = past_end(batch.reset_slots, True)
-        table = self.block_table.at[reset].set(-1, mode="drop")
-        slot, index, block = batch.new_blocks.T
-        table = table.at[past_end(slot, True), index].set(block, mode="drop")
-        lengths = self.lengths.at[reset].set(0, mode="drop")
+        table = self.block_table
+        lengths = self.lengths
+        if batch.reset_slots is not None:
+            reset = past_end(batch.reset_slots, True)
+            table = table.at[reset].set(-1, mode="drop")
+            lengths = lengths.at[reset].set(0, mode="drop")
+        if batch.new_blocks is not None:
+            slot, index, block = batch.new_blocks.T
+            table = table.at[past_end(slot, True), index].set(block, mode="drop")
         last = run_bounds(batch.slots)[1] == jnp.arange(1, batch.slots.shape[0] + 1, dtype=jnp.int32)
         lengths = lengths.at[past_end(batch.slots, last & (batch.positions >= 0))].set(batch.positions + 1, mode="drop")
         return dataclasses.replace(self, block_table=table, lengths=lengths)

@@ -43,7 +43,5 @@ def advance_streams(
         batch,
         positions=jnp.where(has_predecessor, batch.positions - 1, -1),
         slots=jnp.where(has_predecessor, batch.slots, -1),
-        new_blocks=batch.new_blocks[:0],
-        reset_slots=batch.reset_slots[:0],
     )
     return previous, shifted, dataclasses.replace(cache, streams=pool)

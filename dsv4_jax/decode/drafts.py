@@ -129,14 +129,10 @@ def one_token_batch(
 ) -> Batch:
     """Returns a decode batch with one token per slot and without new blocks. A slot with position -1 has no token."""
     slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    none = jnp.zeros((0,), jnp.int32)
     return Batch(
         token_ids=jnp.where(positions >= 0, tokens, 0),
         positions=positions,
         slots=jnp.where(positions >= 0, slots, -1),
-        new_blocks=none.reshape(0, 3),
-        reset_slots=none,
-        prefill=False,
         adapters=adapters,
     )
 

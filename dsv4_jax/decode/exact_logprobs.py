@@ -183,10 +183,7 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
             if isinstance(module, LayerStack):
                 module.remat = True
     ids, slots, positions, targets = chunk
-    empty = jnp.zeros((0,), jnp.int32)
-    batch = Batch(
-        ids, positions, slots, new_blocks=empty.reshape(0, 3), reset_slots=empty, prefill=True, adapters=adapters
-    )
+    batch = Batch(ids, positions, slots, prefill=True, adapters=adapters)
     hidden, cache = run_model(model, cache, batch)
 
     def score(group):

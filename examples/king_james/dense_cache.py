@@ -106,8 +106,6 @@ def whole_sequences(ids: Int[Array, "B S"]) -> Batch:
         token_ids=ids.reshape(-1),
         positions=jnp.tile(jnp.arange(length, dtype=jnp.int32), rows),
         slots=jnp.repeat(jnp.arange(rows, dtype=jnp.int32), length),
-        new_blocks=jnp.zeros((0, 3), jnp.int32),
-        reset_slots=jnp.zeros((0,), jnp.int32),
         prefill=True,
     )
 
