@@ -144,15 +144,13 @@ class KVCache(Summarized):
         stored = self.schema.kv_format
         if isinstance(stored, PlainFormat | FakeQuantFormat):
             return self
-        schema = dataclasses.replace(self.schema, kv_format=FakeQuantFormat(stored))
-        specs: dict[str, Any] = schema.groups  # their codecs are FakeQuantRows and FakeQuantKeys
-        window_codec: Any = schema.window_codec
+        schema: Any = dataclasses.replace(self.schema, kv_format=FakeQuantFormat(stored))
         groups = {}
-        for name, spec in specs.items():
+        for name, spec in schema.groups.items():  # the codecs are FakeQuantRows and FakeQuantKeys
             group = self.groups[name]
-            keys = spec.key and spec.key.convert(group.keys)
-            groups[name] = dataclasses.replace(group, entries=spec.entry.convert(group.entries), keys=keys)
-        return dataclasses.replace(self, groups=groups, swa=window_codec.convert(self.swa), schema=schema)
+            groups[name] = PoolGroup(spec.entry.convert(group.entries), spec.key and spec.key.convert(group.keys))
+        new = self.with_groups(groups)
+        return dataclasses.replace(new, swa=schema.window_codec.convert(self.swa), schema=schema)
 
     def write_windows(self, rows: Mapping[int, Float[Array, "T D"]], batch: Batch) -> "KVCache":
         """Stores window rows of several layers in one launch, like `LayerCacheHandle.write_swa` for each layer.
