@@ -23,7 +23,6 @@ from dsv4_jax.decode.sampling import (
 )
 from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.all_reduce import mailboxes, use_mailboxes
-from dsv4_jax.ops.views import run_bounds
 from dsv4_jax.parallel.sharded_step import sharded_rows
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
@@ -435,6 +434,5 @@ def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:
       them: JAX takes -1 for the last row.
     """
     tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
-    _, ends = run_bounds(batch.slots)
-    is_last = (ends == tokens + 1) & (batch.slots >= 0)
-    return jnp.full((slots,), -1, jnp.int32).at[jnp.where(is_last, batch.slots, slots)].set(tokens, mode="drop")
+    index = jnp.where(batch.slots >= 0, batch.slots, slots)  # the index `slots` is dropped
+    return jnp.full((slots,), -1, jnp.int32).at[index].max(tokens, mode="drop")
