@@ -112,18 +112,14 @@ class SlotRows:
     tokens: Any
 
     @classmethod
-    def of(
-        cls, processor: LogitsProcessor, batch: Batch, indices: Int[Array, "n"], is_drawn: Any, num_slots: int
-    ) -> "SlotRows":
+    def of(cls, processor: LogitsProcessor, batch: Batch, indices: Int[Array, "n"], num_slots: int) -> "SlotRows":
         """Finds the rows of each slot in a batch.
 
         Args:
           processor: the LogitsProcessor with the states of all slots.
           batch: the batch of the step.
-          indices: [n] index of the batch's token that each row follows; -1 = no token. `sample_step` calls them
-            `logits_indices`.
-          is_drawn: [n] bool, whether a row's token is drawn. Rows with a forced token are left out. None = all are
-            drawn.
+          indices: [n] index of the batch's token that each row follows, as in `logits_indices` of `sample_step`;
+            -1 = no token is drawn for the row.
           num_slots: number of slots.
 
         Raises:
@@ -138,8 +134,7 @@ class SlotRows:
         num_rows = indices.shape[0]
         token_indices = jnp.maximum(indices, 0)
         max_rows = num_rows // num_slots if batch.schema is None else min(num_rows, batch.schema.max_query_tokens)
-        is_row = indices >= 0 if is_drawn is None else (indices >= 0) & is_drawn
-        slots = jnp.where(is_row, batch.slots[token_indices], num_slots)
+        slots = jnp.where(indices >= 0, batch.slots[token_indices], num_slots)
         index = jnp.arange(num_rows, dtype=jnp.int32)
         # The rows of a slot are adjacent. `first_rows` has the index of the slot's first row, for each row.
         first_rows = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))

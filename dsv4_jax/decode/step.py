@@ -328,8 +328,8 @@ def draw_tokens(
     processed = logits
     by_slot = None
     if processor is not None:
-        is_drawn = None if forced is None else forced < 0
-        by_slot = SlotRows.of(processor, batch, logits_indices, is_drawn, num_slots)
+        drawn_indices = logits_indices if forced is None else jnp.where(forced < 0, logits_indices, -1)
+        by_slot = SlotRows.of(processor, batch, drawn_indices, num_slots)
         processed = by_slot.process(logits)
     tokens = sample(processed, row_sampling, seeds[slots], batch.positions[token_indices] + 1, token_mask)
     if forced is not None:
