@@ -163,7 +163,7 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     drawn = jax.tree.map(lambda x: x.reshape(*is_live.shape, *x.shape[1:]), drawn)
 
     # The new lengths count the newest tokens that ran, and their accepted drafts.
-    accepted = jnp.where(is_active, cache.lengths - state.last_tokens.positions - 1, 0)
+    accepted = cache.lengths - state.last_tokens.positions - 1
     # Compares with one stop token at a time. A reduction over an axis of stop tokens would crash XLA under shard_map
     # in a loop if the axis is empty (jax 0.11.2).
     is_stop = functools.reduce(jnp.logical_or, (drawn.tokens == stop for stop in stop_tokens), jnp.zeros_like(is_live))
