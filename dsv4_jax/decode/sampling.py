@@ -133,8 +133,8 @@ def sample(
       [n] int32 token ids.
     """
     if token_mask is not None:
-        bits = (token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & jnp.uint32(1)
-        logits = jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
+        bits = jnp.unpackbits(token_mask.view(jnp.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        logits = jnp.where(bits > 0, logits, -jnp.inf)
     if isinstance(sampling, SamplingParams):
         # The new arrays are constants of the program, so the compiler removes branches that are never taken.
         sampling = jax.tree.map(jnp.asarray, BatchedSamplingParams.of([sampling] * logits.shape[0]))

@@ -47,10 +47,7 @@ def all_reduce_bits(tree: Any, axis: LogicalAxis) -> Any:
 
     def total(x):
         """Returns the sum of the bits of one array."""
-        if x.dtype == bool:
-            return jax.lax.psum(x.astype(jnp.int32), axes) > 0
-        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-        return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
+        return jax.lax.psum(x.view(f"uint{8 * x.dtype.itemsize}"), axes).view(x.dtype)
 
     return jax.tree.map(total, tree)
 
