@@ -64,19 +64,18 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
     in_kernel = inv_freq is not None and len(inv_freq) <= MAX_PAIRS and len(inv_freq) % 4 == 0
     kernel_freq, xla_freq = (inv_freq, None) if in_kernel else (None, inv_freq)
     stack, layer = layer_stacks(sinks)
+    padded = _pad_heads(q), _pad_heads(stack, axis=-1)
     if prefill.takes(kv, tokens):
         rows = dense_rows(kv, slots, positions, implementation="interpret" if interpret else "mosaic_gpu")
         if context_parallel:
             # A device holds zeros for the entries that lie on other devices, so the sum gathers all entries.
             rows = dataclasses.replace(rows, entries=jax.lax.psum(rows.entries, MODEL_AXIS))
-        padded = _pad_heads(q), _pad_heads(stack, axis=-1)
         out = prefill_attention(*padded, rows, kernel_freq, layer=layer, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     rings = kv.window.for_kernels() if kv.new_kv is None else ring_of_call(kv.window, kv.new_kv, slots, positions)
     entries = None if kv.compressed is None else kv.compressed.for_kernels(kv.indices)
     if not context_parallel:
-        padded = _pad_heads(q), _pad_heads(stack, axis=-1)
         arrays = *padded, slots, positions, rings, entries, kernel_freq
         out = decode_attention(*arrays, layer=layer, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
