@@ -79,11 +79,12 @@ def logprobs(
       ValueError: the shapes do not agree, a length or an adapter is out of range, or the mesh axis "data" does not
         divide the number of sequences or of packed tokens.
     """
+    model = model.module if isinstance(model, CompiledModel) else model
     mesh = mesh_of(model)
     _check(tokens, lengths, shape, {} if mesh is None else mesh.shape)
     # The computation needs the vocabulary's size and negative numbers, which a small or unsigned type cannot hold.
     tokens, lengths = (jnp.asarray(x, jnp.int32) for x in (tokens, lengths))
-    adapter_names = getattr(_module(model), "adapter_names", ())
+    adapter_names = getattr(model, "adapter_names", ())
     if adapters is None and adapter_names:
         adapters = jnp.full(lengths.shape, -1, jnp.int32)  # an engine's batches also hold -1 for "no adapter"
     elif adapter_names and not isinstance(adapters, jax.core.Tracer):
@@ -108,12 +109,8 @@ def _local_logprobs(shape, model, tokens, lengths, adapters):
     blocks = -(-flat.size // shape.schema.block_tokens) + len(lengths)
     schema = dataclasses.replace(shape.schema, max_requests=len(lengths), num_blocks=blocks)
     shape = dataclasses.replace(shape, schema=schema)
-    values = _run(shape, *_split(_module(model)), (lengths, adapters), chunks).reshape(-1)[: flat.size]
+    values = _run(shape, *_split(model), (lengths, adapters), chunks).reshape(-1)[: flat.size]
     return jnp.where(positions > 0, jnp.roll(values, 1), 0.0).reshape(tokens.shape)
-
-
-def _module(model):
-    return model.module if isinstance(model, CompiledModel) else model
 
 
 def _check(tokens, lengths, shape, sizes):
@@ -142,13 +139,11 @@ def _check(tokens, lengths, shape, sizes):
 def _places(shape, lengths):
     """Returns (slots, positions) of the flattened tokens, both -1 for padding. A slot is the index of a sequence."""
     index = jnp.arange(math.prod(shape), dtype=jnp.int32)
+    begins = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
     if len(shape) == 2:
-        slots = index // shape[1]
-        positions = index % shape[1]
-    else:
-        ends = jnp.cumsum(lengths, dtype=jnp.int32)
-        slots = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(lengths) - 1).astype(jnp.int32)
-        positions = index - (ends - lengths)[slots]
+        begins = jnp.arange(shape[0], dtype=jnp.int32) * shape[1]
+    slots = jnp.searchsorted(begins, index, side="right").astype(jnp.int32) - 1
+    positions = index - begins[slots]
     is_token = positions < lengths[slots]
     return jnp.where(is_token, slots, -1), jnp.where(is_token, positions, -1)
 
