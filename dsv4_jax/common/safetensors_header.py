@@ -19,17 +19,18 @@ import safetensors
 from dsv4_jax.common.downloads import check_not_lfs_pointer
 
 
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
+_TYPES = {
+    "F32": np.float32,
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I8": np.int8,
+    "U8": np.uint8,
 }
+DTYPES = {name: np.dtype(kind) for name, kind in _TYPES.items()}
 _MAX_AXES = 32
 # Maximum size of an axis. The limit of NumPy is not much higher, and also holds for arrays with an axis of size 0.
 _MAX_SIZE = 2**48

@@ -1,6 +1,7 @@
 """Functions that parse and format sizes of memory."""
 
 import re
+from decimal import Decimal
 
 
 _UNITS = {"B": 1} | {
@@ -31,10 +32,7 @@ def parse_bytes(size: int | str, name: str = "memory") -> int:
             raise ValueError(
                 f"{name}={size!r} must be a number with one of the units {', '.join(_UNITS)}, such as '80GiB'"
             )
-        digits = match[1]
-        unit = _CASELESS[match[2].lower()]
-        # Integers stay exact: a float has only 53 bits.
-        num_bytes = int(float(digits) * unit) if "." in digits else int(digits) * unit
+        num_bytes = int(Decimal(match[1]) * _CASELESS[match[2].lower()])
     else:
         num_bytes = size
     if num_bytes < 1:

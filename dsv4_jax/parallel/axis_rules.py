@@ -43,7 +43,7 @@ def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> Pa
     spec = []
     for axis in axes:
         used = mesh_axes(axis, unused)
-        spec.append(used[0] if len(used) == 1 else used or None)
+        spec.append(used)
         unused = [name for name in unused if name not in used]
     return PartitionSpec(*spec)
 
