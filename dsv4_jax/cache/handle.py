@@ -15,6 +15,7 @@ from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
+from dsv4_jax.ops.views import int_range
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.quant import LayerSlice
 from pallas_kernels.runtime.pytrees import static_field
@@ -381,7 +382,7 @@ class LayerCacheHandle(Summarized):
         if draft_block:
             # Every token of a block sees the rows that the block's last token sees, so attention gets the position of
             # the last token. RoPE below rotates by the token's own position.
-            offsets = jnp.arange(positions.shape[0], dtype=jnp.int32) % draft_block
+            offsets = int_range(positions.shape[0]) % draft_block
             positions = jnp.where(positions >= 0, positions + (draft_block - 1) - offsets, -1)
         out = ops.sparse_attention(
             q,

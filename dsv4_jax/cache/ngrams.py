@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.pools import KVCache
-from dsv4_jax.ops.views import put_in_rings, run_bounds, take
+from dsv4_jax.ops.views import int_range, put_in_rings, run_bounds, take
 
 
 _IMAGE = -1  # stored in place of a compressed id for a part of an image
@@ -34,10 +34,10 @@ def advance_ngrams(cache: KVCache, batch: Batch, token_map: Int[Array, "vocab"])
     if batch.is_image is not None:
         ids = jnp.where(batch.is_image, _IMAGE, ids)
     pad_id = token_map[engram.pad_token_id]
-    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    tokens = int_range(ids.shape[0])
     start, _ = run_bounds(batch.slots)
     ring = cache.ngram_ids.shape[2]
-    distance = jnp.arange(engram.max_ngram_size, dtype=jnp.int32)[None, :]
+    distance = int_range(engram.max_ngram_size)[None, :]
     position = batch.positions[:, None] - distance
     index = tokens[:, None] - distance
     stored = take(cache.ngram_ids, 0, batch.slots[:, None], position % ring)[..., 0]

@@ -19,7 +19,7 @@ from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.views import SWAView, run_bounds
+from dsv4_jax.ops.views import SWAView, int_range, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
@@ -222,7 +222,7 @@ class KVCache(Summarized):
         if batch.new_blocks is not None:
             slot, index, block = batch.new_blocks.T
             table = table.at[past_end(slot, True), index].set(block, mode="drop")
-        last = run_bounds(batch.slots)[1] == jnp.arange(1, batch.slots.shape[0] + 1, dtype=jnp.int32)
+        last = run_bounds(batch.slots)[1] == int_range(1, batch.slots.shape[0] + 1)
         lengths = lengths.at[past_end(batch.slots, last & (batch.positions >= 0))].set(batch.positions + 1, mode="drop")
         return dataclasses.replace(self, block_table=table, lengths=lengths)
 

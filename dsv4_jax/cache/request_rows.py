@@ -27,6 +27,7 @@ from jaxtyping import Array, Int
 
 from dsv4_jax.cache.pools import KVCache
 from dsv4_jax.cache.schema import PoolGroup
+from dsv4_jax.ops.views import int_range
 from dsv4_jax.parallel.local_ids import all_reduce_bits, to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_read, sharded_update
 from dsv4_jax.quant import Rows
@@ -105,7 +106,7 @@ def read_request(
 
 def _pooled_again(x, *, is_open):
     """Returns x [layers, n, width] with zeros in the second half of the channels where `is_open` [n] is False."""
-    first_half = jnp.arange(x.shape[-1], dtype=jnp.int32) < x.shape[-1] // 2
+    first_half = int_range(x.shape[-1]) < x.shape[-1] // 2
     return jnp.where((first_half[None, :] | is_open[:, None])[None], x, 0)
 
 
@@ -145,9 +146,9 @@ def write_request(
         ring = pool.shape[2]
         count = new.shape[1]
         width = new.shape[-1]
-        index = (length - count + jnp.arange(count, dtype=jnp.int32)) % ring
+        index = (length - count + int_range(count)) % ring
         # The index arrays of the first three axes are broadcast to [layers, count], the leading axes of `new`.
-        layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
+        layers = int_range(pool.shape[0])
         return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
 
     return _with_slot_pools(cache, jax.tree.map(write, rows, _slot_pools(cache), is_leaf=lambda x: x is None))
@@ -227,13 +228,13 @@ def read_blocks(
     Returns:
       {name of the group: PoolGroup} with only `entries` and `keys` set: [layers, n, entries per block, ...].
     """
-    block_indices = first + jnp.arange(blocks.shape[0], dtype=jnp.int32)
+    block_indices = first + int_range(blocks.shape[0])
     blocks = _local_blocks(cache, blocks)
 
     def read(pool, rate):
         """Reads the blocks from one pool, with zeros for entries that are not live."""
         per_block = pool.shape[2]
-        entries = block_indices[:, None] * per_block + jnp.arange(per_block, dtype=jnp.int32)[None, :]
+        entries = block_indices[:, None] * per_block + int_range(per_block)[None, :]
         live = (blocks >= 0)[:, None] & (entries < length // rate)
         return _keep(pool.at[:, jnp.maximum(blocks, 0)].get(mode="clip"), live)
 
@@ -299,7 +300,7 @@ def _newest_rows(pools: Any, slot, length, count, first):
     Returns:
       (rows, positions): a tree of arrays [layers, count, ...], and [count] int32 positions of the rows.
     """
-    positions = length - count + jnp.arange(count, dtype=jnp.int32)
+    positions = length - count + int_range(count)
     live = (positions >= jnp.maximum(first, 0)) & (slot >= 0)
     slot = jnp.maximum(slot, 0)
     rows = jax.tree.map(lambda pool: _keep(pool[:, slot][:, positions % pool.shape[2]], live), pools)

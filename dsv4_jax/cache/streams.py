@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.pools import KVCache
-from dsv4_jax.ops.views import put_in_rings, run_bounds, take
+from dsv4_jax.ops.views import int_range, put_in_rings, run_bounds, take
 
 
 def advance_streams(
@@ -29,7 +29,7 @@ def advance_streams(
       (streams [T, hc_mult, hidden] of the predecessors, the batch with the positions of the predecessors, the cache
       with the new streams). A token without predecessor has the position and the slot -1.
     """
-    tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
+    tokens = int_range(batch.slots.shape[0])
     start, _ = run_bounds(batch.slots)
     ring = cache.streams.shape[2]
     stored = take(cache.streams, 0, batch.slots, (batch.positions - 1) % ring)

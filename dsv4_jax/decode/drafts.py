@@ -12,6 +12,7 @@ from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.decode.sampling import BatchedSamplingParams, SamplingParams, sample
 from dsv4_jax.nn.draft_layers import Draw
+from dsv4_jax.ops.views import int_range
 
 
 class Drafts(Protocol):
@@ -128,7 +129,7 @@ def one_token_batch(
     tokens: Int[Array, "slots"], positions: Int[Array, "slots"], adapters: Int[Array, "slots"] | None = None
 ) -> Batch:
     """Returns a decode batch with one token per slot and without new blocks. A slot with position -1 has no token."""
-    slots = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    slots = int_range(tokens.shape[0])
     return Batch(
         token_ids=jnp.where(positions >= 0, tokens, 0),
         positions=positions,

@@ -16,6 +16,7 @@ from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import log_probabilities
 from dsv4_jax.decode.step import Model, run_model
 from dsv4_jax.nn.layer_stack import LayerStack
+from dsv4_jax.ops.views import int_range
 from dsv4_jax.parallel.mesh import check_divisible
 from dsv4_jax.parallel.sharded_step import mesh_of, sharded_rows
 
@@ -138,10 +139,10 @@ def _check(tokens, lengths, shape, sizes):
 
 def _places(shape, lengths):
     """Returns (slots, positions) of the flattened tokens, both -1 for padding. A slot is the index of a sequence."""
-    index = jnp.arange(math.prod(shape), dtype=jnp.int32)
+    index = int_range(math.prod(shape))
     begins = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
     if len(shape) == 2:
-        begins = jnp.arange(shape[0], dtype=jnp.int32) * shape[1]
+        begins = int_range(shape[0]) * shape[1]
     slots = jnp.searchsorted(begins, index, side="right").astype(jnp.int32) - 1
     positions = index - begins[slots]
     is_token = positions < lengths[slots]
@@ -152,7 +153,7 @@ def _empty_cache(schema, lengths):
     """Returns an empty cache with blocks for sequences of these lengths."""
     counts = -(-lengths // schema.block_tokens)
     begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    index = jnp.arange(schema.max_blocks, dtype=jnp.int32)[None, :]
+    index = int_range(schema.max_blocks)[None, :]
     table = jnp.where(index < counts[:, None], begins[:, None] + index, -1).astype(jnp.int32)
     return dataclasses.replace(KVCache.zeros(schema), block_table=table)
 

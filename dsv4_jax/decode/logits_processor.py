@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.cache import Batch
+from dsv4_jax.ops.views import int_range
 from dsv4_jax.parallel.local_ids import to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_update
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -135,7 +136,7 @@ class SlotRows:
         token_indices = jnp.maximum(indices, 0)
         max_rows = num_rows // num_slots if batch.schema is None else min(num_rows, batch.schema.max_query_tokens)
         slots = jnp.where(indices >= 0, batch.slots[token_indices], num_slots)
-        index = jnp.arange(num_rows, dtype=jnp.int32)
+        index = int_range(num_rows)
         # The rows of a slot are adjacent. `first_rows` has the index of the slot's first row, for each row.
         first_rows = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
         rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - first_rows].set(index, mode="drop")

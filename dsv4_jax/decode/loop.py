@@ -14,6 +14,7 @@ from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions, SamplingParams, TopLogprobs
 from dsv4_jax.decode.step import Model, last_token_indices, sample_step
 from dsv4_jax.decode.step_launch import compiled_step
+from dsv4_jax.ops.views import int_range
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
@@ -132,17 +133,17 @@ class _LoopState:
 
 def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     """Runs each request's newest token and drafts, draws tokens, and keeps the accepted ones. Returns a _LoopState."""
-    slots = jnp.arange(seeds.shape[0], dtype=jnp.int32)
+    slots = int_range(seeds.shape[0])
     steps = state.output.tokens.shape[1]
     is_active = state.last_tokens.slots >= 0
     drafts = draft_options.count
-    offsets = jnp.arange(1 + drafts, dtype=jnp.int32)[None, :]
+    offsets = int_range(1 + drafts)[None, :]
     # A request gets at most `steps` tokens. A step gives it the accepted drafts and one token more, so it can use at
     # most `steps - num_tokens - 1` drafts.
     num_made = jnp.sum(state.draft_tokens >= 0, axis=1, dtype=jnp.int32) if drafts else 0
     num_drafts = jnp.minimum(num_made, steps - state.num_tokens - 1)
     is_live = is_active[:, None] & (offsets <= num_drafts[:, None])  # [slots, 1 + drafts], the tokens that run
-    indices = jnp.where(is_live, jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape), -1).reshape(-1)
+    indices = jnp.where(is_live, int_range(is_live.size).reshape(is_live.shape), -1).reshape(-1)
     batch = _with_drafts(state.last_tokens, state.draft_tokens, is_live)
     options = None
     if state.output.top_logprobs is not None:
@@ -202,8 +203,8 @@ def _with_drafts(last_tokens, draft_tokens, is_live):
     A token is padding where `is_live` [slots, 1 + drafts] is False.
     """
     ids = jnp.concatenate([last_tokens.token_ids[:, None], draft_tokens], axis=1)
-    positions = last_tokens.positions[:, None] + jnp.arange(is_live.shape[1], dtype=jnp.int32)[None, :]
-    slots = jnp.arange(len(ids), dtype=jnp.int32)[:, None]
+    positions = last_tokens.positions[:, None] + int_range(is_live.shape[1])[None, :]
+    slots = int_range(len(ids))[:, None]
 
     def flat(values, padding):
         """Returns the values [slots, 1 + drafts], with padding where no token is live, as one axis."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from dsv4_jax.common.arguments import check, check_temperature, check_top_k, check_top_p
+from dsv4_jax.ops.views import int_range
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
@@ -197,7 +198,7 @@ def top_logprobs(logits: Float[Array, "n vocab"], norm: Float[Array, "n"], optio
 
         # Tokens are found one at a time, by a scan. If the scan is unrolled, this code can be in a CUDA graph. A sort
         # or a loop could not, see `_keep_best`.
-        ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+        ids = int_range(logits.shape[1])[None, :]
         shape = (logits.shape[0], 1)
         before_first = jnp.full(shape, jnp.inf, logits.dtype), jnp.full(shape, -1, jnp.int32)
         _, tokens = jax.lax.scan(

@@ -23,6 +23,7 @@ from dsv4_jax.decode.sampling import (
 )
 from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.all_reduce import mailboxes, use_mailboxes
+from dsv4_jax.ops.views import int_range
 from dsv4_jax.parallel.sharded_step import sharded_rows
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
@@ -380,7 +381,7 @@ def last_accepted(
       [num_slots] int32, the index in [0, n) of this token's entry of `logits_indices`; -1 = the slot has no entry.
     """
     token_indices = jnp.maximum(logits_indices, 0)
-    entries = jnp.arange(logits_indices.shape[0], dtype=jnp.int32)
+    entries = int_range(logits_indices.shape[0])
     slots = jnp.where(logits_indices >= 0, batch.slots[token_indices], -1)
     is_draft = (slots == jnp.roll(slots, 1)) & (entries > 0)
     is_rejected = is_draft & (batch.token_ids[token_indices] != jnp.roll(tokens, 1))
@@ -433,6 +434,6 @@ def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:
       [slots] int32 indices in [0, T); -1 = the slot is not in the batch. Replace -1 before you index an array with
       them: JAX takes -1 for the last row.
     """
-    tokens = jnp.arange(batch.slots.shape[0], dtype=jnp.int32)
+    tokens = int_range(batch.slots.shape[0])
     index = jnp.where(batch.slots >= 0, batch.slots, slots)  # the index `slots` is dropped
     return jnp.full((slots,), -1, jnp.int32).at[index].max(tokens, mode="drop")

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dsv4_jax.ops.views import int_range
+
 
 def candidate_blocks(
     scores: Float[Array, "T E"],
@@ -30,7 +32,7 @@ def candidate_blocks(
     """
     tokens, entries = scores.shape
     num_blocks = (lengths + block_size - 1) // block_size
-    entry = jnp.arange(entries, dtype=jnp.int32)[None, :]
+    entry = int_range(entries)[None, :]
     # The newest block's score becomes inf, but only on devices that hold entries of it. XLA fuses all these operations
     # into the loop of the maximum, so that scores are read once.
     is_newest = (entry >= (num_blocks[:, None] - 1) * block_size) & (scores > -jnp.inf)

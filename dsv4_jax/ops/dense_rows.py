@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.gather import gather_all_compressed_kv
-from dsv4_jax.ops.views import AttentionKV, SWAView, run_bounds, take, valid_lengths
+from dsv4_jax.ops.views import AttentionKV, SWAView, int_range, run_bounds, take, valid_lengths
 from dsv4_jax.quant import Rows
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.sparse_attention import DenseRows
@@ -46,11 +46,11 @@ def _find_runs(window, slots, positions):
     tokens = slots.shape[0]
     real = (slots >= 0) & (positions >= 0)
     begin, end = run_bounds(slots)
-    is_first = real & (begin == jnp.arange(tokens, dtype=jnp.int32))
+    is_first = real & (begin == int_range(tokens))
     index = jnp.cumsum(is_first.astype(jnp.int32)) - 1
     first_token = jnp.nonzero(is_first, size=max_runs(window, tokens), fill_value=-1)[0].astype(jnp.int32)
     slot, position = (jnp.where(first_token >= 0, take(x, first_token), -1) for x in (slots, positions))
-    past = position[:, None] - jnp.arange(window.window - 1, 0, -1, dtype=jnp.int32)[None, :]
+    past = position[:, None] - int_range(window.window - 1, 0, -1)[None, :]
     past_slots = jnp.broadcast_to(slot[:, None], past.shape)
     past_rows = take(window.rows, window.layer, past_slots, jnp.maximum(past, 0) % window.ring)
     return _Runs(real, begin, end, index, first_token, slot, past, past_rows)
@@ -94,7 +94,7 @@ def dense_rows(
         first_entry = runs.index * compressed.max_entries
         counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
         if kv.indices is not None:  # counts the indices up to the last one that is not -1
-            ordinals = jnp.arange(1, kv.indices.shape[1] + 1, dtype=jnp.int32)
+            ordinals = int_range(1, kv.indices.shape[1] + 1)
             counts = jnp.max(jnp.where(kv.indices >= 0, ordinals[None, :], 0), axis=1, initial=0)
     metadata = jnp.stack([positions, runs.begin, past_end, first_entry], axis=1)
     return DenseRows(rows, entries, kv.indices, metadata, jnp.where(runs.real, counts, -1), window.window)
@@ -120,13 +120,13 @@ def ring_of_call(
     num_past = window.window - 1
     runs = _find_runs(window, slots, positions)
     # The ring holds, run after run, the run's `num_past` cached rows and then the rows of its tokens.
-    own_rows = jnp.arange(tokens, dtype=jnp.int32) + num_past * (runs.index + 1)
+    own_rows = int_range(tokens) + num_past * (runs.index + 1)
     count = tokens + runs.past.size  # number of rows of the ring; `lay_out` drops writes to the index `count`
     new_places = jnp.where(runs.real, own_rows, count)
 
     # [R] row in the ring of each run's first token; -1 = no run
     first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
-    past_places = first_row[:, None] - jnp.arange(num_past, 0, -1, dtype=jnp.int32)[None, :]
+    past_places = first_row[:, None] - int_range(num_past, 0, -1)[None, :]
     past_places = jnp.where(runs.past >= 0, past_places, count)
 
     def lay_out(past, new):

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.common.arguments import check
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype, swiglu
+from dsv4_jax.ops.views import int_range
 from dsv4_jax.quant import LayerSlice, QuantizedWeight, layer_stacks, layer_value, round_to
 from pallas_kernels.experts import (
     MAX_PAIRS,
@@ -143,7 +144,7 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
     if expert_of_pair.size < num_experts:
         # There are fewer pairs of a token and an expert than experts, as in decoding. Each pair gathers its own matrix,
         # so that only matrices of selected experts are read and dequantized.
-        order = jnp.arange(expert_of_pair.size, dtype=jnp.int32)
+        order = int_range(expert_of_pair.size)
 
         def multiply(x, weight):
             """Multiplies row i of x by the matrix of the i-th pair's expert."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.common.arguments import check_dtype
 from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
-from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, put_in_rings, run_bounds, take
+from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, int_range, put_in_rings, run_bounds, take
 from dsv4_jax.quant import layer_stacks, ordered_sum, round_to
 from pallas_kernels.flush import (
     CompressorOperands,
@@ -258,7 +258,7 @@ def _closing_tokens(state, slots, positions):
     # A request with t tokens completes at most t // rate + 1 windows.
     size = tokens if state.kv is None else min(tokens, tokens // state.compress_rate + state.kv.shape[1])
     if size == tokens:
-        return jnp.where(closes, jnp.arange(tokens, dtype=jnp.int32), -1)
+        return jnp.where(closes, int_range(tokens), -1)
     return jnp.nonzero(closes, size=size, fill_value=-1)[0].astype(jnp.int32)
 
 
@@ -311,7 +311,7 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
     """
     rate = state.compress_rate
     rows = 2 * rate if state.overlap else rate
-    distance = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, :]
+    distance = int_range(rows - 1, -1, -1)[None, :]
     row_position = position[:, None] - distance
     index = closing[:, None] - distance
     in_call = (index >= run_start[:, None])[..., None]

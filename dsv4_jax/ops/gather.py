@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.ops.dispatch import with_kernel
-from dsv4_jax.ops.views import ClassicalView, SWAView, run_bounds, take, valid_lengths
+from dsv4_jax.ops.views import ClassicalView, SWAView, int_range, run_bounds, take, valid_lengths
 from pallas_kernels import gather as kernels
 
 
@@ -83,7 +83,7 @@ def gather_all_compressed_kv(
       kv: [T, E, D] values of the entries, zeros for entries that are not valid; E = max_blocks * entries per block.
       valid: [T, E] bool, whether the entry is visible and has a block.
     """
-    entries = jnp.arange(view.max_entries, dtype=jnp.int32)[None, :]
+    entries = int_range(view.max_entries)[None, :]
     visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
     indices = jnp.where(visible, entries, -1)
     return gather_compressed_kv(view, indices, slots, dtype=dtype, implementation=implementation)
@@ -113,7 +113,7 @@ def gather_swa_kv(
       kv: [T, W, D] values of the rows, zeros for rows that are not valid; W = `view.window`.
       valid: [T, W] bool. Rows of padding, and rows before position 0, are not valid.
     """
-    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    tokens = int_range(slots.shape[0])
     if new_kv is not None:
         new_kv = view.codec.fake_quantize(new_kv, dtype)
     return window_rows(view, slots, positions, tokens, run_bounds(slots)[0], new_kv, dtype)
@@ -129,7 +129,7 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
       starts: [n] index in the call of the first token of the same request.
       new_kv: [T, D] dequantized window rows of all T tokens, or None.
     """
-    distance = jnp.arange(view.window - 1, -1, -1, dtype=jnp.int32)[None, :]
+    distance = int_range(view.window - 1, -1, -1)[None, :]
     position = positions[:, None] - distance
     valid = (slots >= 0)[:, None] & (positions >= 0)[:, None] & (position >= 0)
     slot = jnp.broadcast_to(slots[:, None], position.shape)

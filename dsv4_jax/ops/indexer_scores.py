@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.ops.candidates import candidate_entries
 from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope_deterministic
-from dsv4_jax.ops.views import IndexerView, valid_lengths
+from dsv4_jax.ops.views import IndexerView, int_range, valid_lengths
 from dsv4_jax.quant import e8m0_value
 from pallas_kernels.formats.layouts import quantized
 from pallas_kernels.indexer_scores import IndexerKeys, indexer_scores as score_keys
@@ -110,7 +110,7 @@ def score_rounded_xla(view, q, weights, slots, positions, entries=None):
         """Returns the scores [E] of one token; -inf for entries that it does not see."""
         q, weights, slot, position, entries = token
         if entries is None:
-            entries = jnp.arange(view.max_entries, dtype=jnp.int32)
+            entries = int_range(view.max_entries)
         rows, valid = view.read(jnp.full_like(entries, slot), entries)
         keys = jnp.where(valid[:, None], view.codec.decode(rows), 0.0)
         dots = jax.nn.relu(jnp.einsum("hd,ed->he", q, keys, precision="highest"))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.dispatch import with_kernel
+from dsv4_jax.ops.views import int_range
 from pallas_kernels.indexer_topk import indexer_topk as kernel
 
 
@@ -30,7 +31,7 @@ def indexer_topk(
       select ends with -1.
     """
     entries = scores.shape[1]
-    inside = jnp.arange(entries, dtype=jnp.int32)[None, :] < lengths[:, None]
+    inside = int_range(entries)[None, :] < lengths[:, None]
     scores = jnp.where(inside, scores, -jnp.inf)
     count = min(k, entries)
     best_scores, indices = jax.lax.top_k(_order(scores), count)

@@ -14,7 +14,7 @@ from dsv4_jax.ops.dense_rows import dense_rows, max_runs, ring_of_call
 from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.gather import gather_all_compressed_kv, gather_compressed_kv, window_rows
 from dsv4_jax.ops.rope import apply_rope
-from dsv4_jax.ops.views import AttentionKV, run_bounds
+from dsv4_jax.ops.views import AttentionKV, int_range, run_bounds
 from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value, round_to
 from pallas_kernels.sparse_attention import (
     HEADS,
@@ -156,7 +156,7 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
     new_kv = kv.new_kv
     if new_kv is not None:
         new_kv = window.codec.fake_quantize(new_kv, q.dtype)
-    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    tokens = int_range(slots.shape[0])
 
     def attend(token):
         """Returns the output of one token; `token` is a tuple with this token's element of each array in `inputs`."""

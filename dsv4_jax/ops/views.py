@@ -18,6 +18,11 @@ from pallas_kernels.indexer_scores.chunks import run_bounds as run_bounds
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
+def int_range(*bounds: int) -> Int[Array, "n"]:
+    """Returns the numbers of `range(*bounds)` as int32, also where JAX's integers have 64 bits."""
+    return jnp.arange(*bounds, dtype=jnp.int32)
+
+
 def take(tree, *index):
     """Reads rows of every array in a tree at `index`. Indices out of range are clipped, so mask their rows."""
     return jax.tree.map(lambda pool: pool.at[tuple(jnp.maximum(i, 0) for i in index)].get(mode="clip"), tree)
@@ -56,7 +61,7 @@ def put_in_rings(rings, values, layer, slots: Int[Array, "T"], positions: Int[Ar
       slots, positions: slot and position of each token; -1 = padding, which writes nothing.
     """
     ring = jax.tree.leaves(rings)[0].shape[2]
-    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    tokens = int_range(slots.shape[0])
     _, end = run_bounds(slots)
     keep = (slots >= 0) & (positions >= 0) & (end - tokens <= ring)
     return put(rings, values, keep, layer, slots, jnp.maximum(positions, 0) % ring)
