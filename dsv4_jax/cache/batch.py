@@ -11,11 +11,10 @@ from dsv4_jax.cache.decisions import Decisions, decode_ids, selection_rows
 from dsv4_jax.cache.schema import CacheSchema
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config import DSV4Config
-from pallas_kernels.runtime.pytrees import static_field
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@pytree_dataclass
 class Batch(Summarized):
     """A ragged batch of tokens in arrays of fixed sizes, made by `KVCacheManager.prepare_forward`.
 

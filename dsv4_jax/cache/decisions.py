@@ -1,6 +1,5 @@
 """The discrete decisions of a forward pass, which another forward pass can take instead of making its own."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -14,10 +13,10 @@ from jaxtyping import Array, Shaped
 
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config import DSV4Config
+from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@pytree_dataclass
 class Decisions(Summarized):
     """The experts and the selected entries of tokens, in the small dtypes of `decision_types`.
 

@@ -18,7 +18,7 @@ from dsv4_jax.ops.context_parallel import topk_of_shards
 from dsv4_jax.ops.views import int_range
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.quant import LayerSlice
-from pallas_kernels.runtime.pytrees import static_field
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
 # At most this number of scores, one for each token and entry, is in memory at once. The scores take 256 MiB, and XLA
@@ -26,8 +26,7 @@ from pallas_kernels.runtime.pytrees import static_field
 MAX_SCORES = 1 << 26
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@pytree_dataclass
 class LayerCacheHandle(Summarized):
     """Reads and writes one layer of the cache for the tokens of one batch. A handle is immutable and allocates nothing.
 

@@ -24,11 +24,10 @@ from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
 from dsv4_jax.quant import FakeQuantFormat, PlainFormat, Rows
-from pallas_kernels.runtime.pytrees import static_field
+from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@pytree_dataclass
 class KVCache(Summarized):
     """The KV cache of a model. Donate it to the step, and use the cache that the step returns afterwards.
 

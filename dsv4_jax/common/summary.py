@@ -34,6 +34,9 @@ class Summarized:
     table the first `MAX_ROWS`.
     """
 
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = Summarized.__repr__  # so that dataclass decorators find a repr in the class and make none
+
     def _summary(self) -> dict[str, Any]:
         # Fields that usually hold arrays may hold any objects, which `jax.tree.map` can put there.
         return {name: getattr(x, "aval", getattr(x, "shape", x)) for name, x in vars(self).items()}
