@@ -110,7 +110,6 @@ def _pooled_again(x, *, is_open):
     return jnp.where((first_half[None, :] | is_open[:, None])[None], x, 0)
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
 @sharded_update
 def write_request(
     cache: KVCache,
@@ -154,7 +153,6 @@ def write_request(
     return _with_slot_pools(cache, jax.tree.map(write, rows, _slot_pools(cache), is_leaf=lambda x: x is None))
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
 @sharded_update
 def copy_request(
     cache: KVCache,
@@ -245,7 +243,6 @@ def read_blocks(
     return all_reduce_bits(rows, cache.schema.block_axis)
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
 @sharded_update
 def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGroup]) -> KVCache:
     """Writes compressed entries, and their index keys, to blocks.

@@ -1,7 +1,6 @@
 """Logits processors: a user's own functions that change logits before tokens are drawn."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -168,7 +167,6 @@ class SlotRows:
         return self.processor.updated(tokens[jnp.maximum(self.rows, 0)], is_new)
 
 
-@functools.partial(jax.jit, donate_argnames="processor")
 @sharded_update
 def begin_slot(
     processor: LogitsProcessor, slot: Int[Array, ""], state: Any, tokens: Int[Array, "n"], count: Int[Array, ""]

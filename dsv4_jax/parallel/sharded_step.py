@@ -96,14 +96,14 @@ def sharded_read(function: Callable[..., Any]) -> Callable[..., Any]:
     return _on_shards(function, lambda cache: PartitionSpec())
 
 
-def sharded_update(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function that updates the cache, so that each device runs it on its shard of the cache.
+def sharded_update(function: Callable[..., Any]) -> Any:
+    """Decorates a function that updates the cache. It is jitted, and each device runs it on its shard of the cache.
 
     Args:
-      function: function of `(cache, *args, **options)` that returns the updated cache. `args` are replicated, and
-        `options` are static. Another sharded pytree of arrays may take the place of the cache.
+      function: function of `(cache, *args)` that returns the updated cache. The cache is donated, and `args` are
+        replicated. Another sharded pytree of arrays may take the place of the cache.
     """
-    return _on_shards(function, _specs)
+    return jax.jit(_on_shards(function, _specs), donate_argnums=0)
 
 
 def _on_shards(function, out_specs):
