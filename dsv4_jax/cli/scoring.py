@@ -12,13 +12,11 @@ import numpy as np
 from jaxtyping import Array, Int
 from tokenizers import Tokenizer
 
-from dsv4_jax.cache import Batch, KVCache, LayerCacheHandle
-from dsv4_jax.config.layer_spec import LayerSpec
+from dsv4_jax.cache import Batch
 from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
 from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.ops import ClosedWindows
 from dsv4_jax.parallel.sharded_step import sharded_step
 
 
@@ -146,12 +144,12 @@ def score_ids(
     cache = manager.init_cache()
     start = 0
     followers = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
-    if window_only:
-        cache = _WindowOnlyCache(**vars(cache))
     for n in sizes:
         stop = start + n
         tokens = manager.check_ids(ids[:, start:stop].reshape(-1))
         batch, begins = manager.prepare_arrays(np.array(slots), np.full((len(slots),), n), tokens)
+        if window_only:  # entries need a block to be stored and read
+            batch = dataclasses.replace(batch, new_blocks=jnp.full_like(batch.new_blocks, -1))
         places = begins[:, None] + np.arange(n)  # [B, n] indices of the tokens in the batch
         next_tokens = np.zeros(batch.token_ids.shape, np.int32)
         next_tokens[places] = followers[:, start:stop]
@@ -201,38 +199,3 @@ def text_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
             return []
         lengths.append(len(text.encode()) - len(start.encode()))
     return lengths if all(lengths) else []
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class _WindowOnlyCache(KVCache):
-    """A cache for ablations, whose layers attend to their sliding windows only."""
-
-    def handle(self, layer, batch, *, like=None):
-        handle = super().handle(layer, batch, like=like)
-        return _WindowOnlyHandle(self, batch, None, LayerSpec(handle.spec.layer), handle.layer)
-
-
-class _WindowOnlyHandle(LayerCacheHandle):
-    """A layer of a `_WindowOnlyCache`. Whatever its kind, it never stores or selects compressed entries."""
-
-    def flush(self, *_, **__):
-        return self
-
-    def pool_windows(self, kv, *_, **__):
-        none = jnp.zeros((0,), jnp.int32)
-        return ClosedWindows(jnp.zeros((0, kv.shape[1]), self._dtype), none, none), self
-
-    write_entries = write_keys = flush
-
-    def by_tiles(self, function, *arrays, candidates=None):
-        return function(self, *arrays, candidates)
-
-    def indexer_scores(self, q, *_, **__):
-        return jnp.zeros((q.shape[0], 0), jnp.float32)
-
-    def indexer_topk(self, scores, candidates=None):
-        return jnp.zeros((scores.shape[0], 0), jnp.int32)
-
-    def attend(self, q, sinks, indices=None, inv_freq=None):
-        return super().attend(q, sinks, None, inv_freq)
