@@ -23,7 +23,6 @@ Op = Literal[
 OPS: tuple[Op, ...] = get_args(Op)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OpsBench(ModelBenchmark):
     """Times single operations on this device, beside XLA's version of each.
 
@@ -53,7 +52,6 @@ class OpsBench(ModelBenchmark):
         return op_times.run(op_times.chosen_cases(*self._model(report), self.ops, self.only), report, self.calls)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _DecodeSteps(ModelBenchmark):
     """Options of the benchmarks of decode steps.
 
@@ -84,7 +82,6 @@ class _DecodeSteps(ModelBenchmark):
         return decode_steps.run(config, steps, report, each_kind=self._each_kind)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBench(_DecodeSteps):
     """Times decode steps of models that have layers of one kind only, one model for each kind.
 
@@ -99,7 +96,6 @@ class LayerBench(_DecodeSteps):
     _each_kind = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBench(_DecodeSteps):
     """Times decode steps of a model with some or all of its layers, embedding and head.
 
@@ -135,7 +131,6 @@ class ModelBench(_DecodeSteps):
     skew: Annotated[tuple[float, ...], tyro.conf.arg(metavar="S ...")] = (0.0,)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBench(ModelBenchmark):
     """Times layers that read chunks of a prompt, one layer of each kind, with random weights as in the release.
 
@@ -171,7 +166,6 @@ class PrefillBench(ModelBenchmark):
         return prefill.run(config, self._options(StepOptions, mesh, batches=(1,), kv_format=kv_format), report)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeBench(Benchmark):
     """Times an engine: the packaged model on synthetic conversations, or a model of any size with random weights.
 
@@ -254,7 +248,6 @@ class ServeBench(Benchmark):
         return engine_steps.run(config, self._options(engine_steps.EngineOptions, mesh), report)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceBench(Benchmark):
     """Times sums over the devices of a mesh (all-reduces) in a loop on the devices, beside XLA's sums.
 

@@ -1,6 +1,5 @@
 """The base classes of benchmarks, with the options that they share and the code that runs them."""
 
-import dataclasses
 import importlib.util
 import inspect
 import os
@@ -30,8 +29,7 @@ PlotFile = Annotated[Path | None, options.optional("FILE.png")]
 Rows = Iterable[dict[str, Any]]  # the results of a report; each is measured when it is asked for
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class Benchmark(options.Command):
     """The options that all benchmarks have, and the code that runs a benchmark.
 
     The method `_results` of a subclass yields the results. A subclass with the option `plot` has the attribute `_plot`,
@@ -103,7 +101,6 @@ class Benchmark:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBenchmark(Benchmark):
     """The options of benchmarks with the shapes of a released model.
 

@@ -1,7 +1,6 @@
 """The command `dsv4-jax chat`."""
 
 import contextlib
-import dataclasses
 import http.client
 import json
 import os
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from dsv4_jax.cli.options import optional
+from dsv4_jax.cli.options import Command, optional
 from dsv4_jax.cli.startup import visible
 
 
@@ -26,8 +25,7 @@ _HELP = """/thinking off|low|high|max  how long the model thinks before it answe
 /quit, Ctrl-D               leave; Ctrl-C stops an answer"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatCommand:
+class ChatCommand(Command):
     """Chats in the terminal with the model of a running `dsv4-jax serve`.
 
     Any other server with OpenAI's Chat Completions will do as well. Thinking is shown dim, before the answer. The arrow

@@ -1,6 +1,5 @@
 """The command `dsv4-jax convert`."""
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,11 +8,10 @@ from rich.console import Console
 
 from dsv4_jax.cli import startup
 from dsv4_jax.cli.expert_plan import number_table
-from dsv4_jax.cli.options import optional
+from dsv4_jax.cli.options import Command, optional
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertCommand:
+class ConvertCommand(Command):
     """Writes a checkpoint's weights to a new folder, in another storage or under other names.
 
     bfloat16 and float32 hold every value of the release's FP8 and FP4 exactly, so a release that was converted to them

@@ -1,6 +1,5 @@
 """The command `dsv4-jax generate`."""
 
-import dataclasses
 import json
 import sys
 import time
@@ -24,7 +23,6 @@ _DEFAULT_IDS = (5, 17, 42)
 SHORT_PROMPT = 32  # maximum number of tokens of a prompt that is read token by token, in the decode program
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateCommand(RandomModelOptions):
     """Generates from a prompt through the quantized cache.
 

@@ -1,6 +1,5 @@
 """Options of commands that run a model, and how these commands make the model. Does not import JAX when imported."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import options
 from dsv4_jax.cli.option_checks import check_file
-from dsv4_jax.cli.options import optional
+from dsv4_jax.cli.options import Command, optional
 from dsv4_jax.cli.startup import show_log
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import block_tokens, packaged_checkpoint
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from dsv4_jax.host import KVCacheManager
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(Command):
     """The options of commands that run a model, and methods that make the model and the cache's manager from them.
 
     Attributes:
@@ -191,7 +189,6 @@ class ModelOptions:
         return manager
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomModelOptions(ModelOptions):
     """The options of commands that can also run a model with random weights.
 

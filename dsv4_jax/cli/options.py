@@ -1,9 +1,10 @@
 """Options and helpers that the commands share. Importing this module does not import JAX."""
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, dataclass_transform
 
 import tyro
 
@@ -19,6 +20,14 @@ PRESETS = {name: getattr(DSV4Config, name) for name in ("v4_flash", "v4_pro", "v
     "v41_flash": functools.partial(DSV4Config.v41_flash, mtp=True)
 }
 MODELS = "|".join((*PRESETS, "DIR"))  # text that stands for the value of an option that names a model
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Command:
+    """The base class of commands. Each subclass becomes a frozen dataclass, whose fields are the command's options."""
+
+    def __init_subclass__(cls):
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def optional(metavar: str, **options: Any) -> Any:

@@ -11,7 +11,16 @@ from rich.console import Console
 
 from dsv4_jax.cli import option_checks, options
 from dsv4_jax.cli.expert_plan import expert_table, number_table, plan_experts
-from dsv4_jax.cli.options import CacheFormat, ContextParallel, Dtype, ExpertParallel, JsonFlag, MeshOption, optional
+from dsv4_jax.cli.options import (
+    CacheFormat,
+    Command,
+    ContextParallel,
+    Dtype,
+    ExpertParallel,
+    JsonFlag,
+    MeshOption,
+    optional,
+)
 from dsv4_jax.cli.weight_plan import plan_weights, weight_table
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.data import block_tokens
@@ -21,8 +30,7 @@ from dsv4_jax.parallel.mesh import check_context_parallel
 _CONTEXTS = tuple(4096 * 4**i for i in range(5))  # 4k to 1M
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanCommand:
+class PlanCommand(Command):
     """Computes how many requests of a given context fit a memory, exact to the byte.
 
     A request takes a fixed number of bytes (sliding windows, compressor states, a row of the block table) and, for each

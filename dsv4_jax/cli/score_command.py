@@ -14,7 +14,6 @@ from dsv4_jax.cli.model_options import ModelOptions, open_checkpoint
 from dsv4_jax.cli.options import optional
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCommand(ModelOptions):
     """Computes the likelihood of given tokens, running them through the cache.
 

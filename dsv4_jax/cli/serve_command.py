@@ -1,7 +1,6 @@
 """The command `dsv4-jax serve`."""
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import ipaddress
@@ -26,7 +25,6 @@ _KEY_VARIABLE = "DSV4_JAX_API_KEY"
 _SWITCH_SECONDS = 5e-4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeCommand(RandomModelOptions):
     """Serves a model over HTTP, in OpenAI's and Anthropic's protocols.
 
