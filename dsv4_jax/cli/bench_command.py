@@ -8,11 +8,9 @@ import tyro
 from dsv4_jax.cli import options
 from dsv4_jax.cli.bench_options import (
     Benchmark,
-    Calls,
     Config,
     ModelBenchmark,
     Numbers,
-    Only,
     PlotFile,
 )  # fmt: skip
 
@@ -40,11 +38,13 @@ class OpsBench(ModelBenchmark):
 
     Attributes:
       ops: the operations to time. Default: all of them.
+      only: only ops whose name or shape contains one of these texts.
+      calls: number of calls whose median time is reported.
     """
 
     ops: Annotated[tyro.conf.Positional[tuple[Op, ...]], tyro.conf.arg(help_behavior_hint="")] = OPS
-    only: Only = ()
-    calls: Calls = 32
+    only: tuple[str, ...] = ()
+    calls: int = 32
 
     def _results(self, report, mesh):
         from dsv4_jax.bench import op_times
@@ -269,11 +269,11 @@ class AllReduceBench(Benchmark):
         return sums.run(options.named_config(self.config, "--config").hidden_size, mesh, report)
 
 
-BenchCommand = (
-    Annotated[OpsBench, tyro.conf.subcommand("ops")]
-    | Annotated[LayerBench, tyro.conf.subcommand("layer")]
-    | Annotated[ModelBench, tyro.conf.subcommand("model")]
-    | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]
-    | Annotated[ServeBench, tyro.conf.subcommand("serve")]
-    | Annotated[AllReduceBench, tyro.conf.subcommand("all_reduce")]
+BenchCommand = options.subcommands(
+    ops=OpsBench,
+    layer=LayerBench,
+    model=ModelBench,
+    prefill=PrefillBench,
+    serve=ServeBench,
+    all_reduce=AllReduceBench,
 )

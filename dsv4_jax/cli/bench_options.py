@@ -22,8 +22,6 @@ Config = Annotated[
         "DSpark, or a folder with a config.json. On a CPU, a tiny model replaces the releases of V4.",
     ),
 ]
-Only = Annotated[tuple[str, ...], tyro.conf.arg(help="only ops whose name or shape contains one of these texts.")]
-Calls = Annotated[int, tyro.conf.arg(help="number of calls whose median time is reported.")]
 Numbers = Annotated[tuple[int, ...] | None, options.optional("N ...")]
 PlotFile = Annotated[Path | None, options.optional("FILE.png")]
 Rows = Iterable[dict[str, Any]]  # the results of a report; each is measured when it is asked for

@@ -10,6 +10,7 @@ from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
 from dsv4_jax.cli.option_checks import check_minimums, explain
+from dsv4_jax.cli.options import subcommands
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
@@ -27,15 +28,15 @@ For example:
   dsv4-jax bench model --layers 8 --batches 1 8
 
 Each benchmark explains its options: dsv4-jax bench NAME --help."""
-_Command = (
-    Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
-    | Annotated[ServeCommand, tyro.conf.subcommand("serve")]
-    | Annotated[ChatCommand, tyro.conf.subcommand("chat")]
-    | Annotated[ScoreCommand, tyro.conf.subcommand("score")]
-    | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
-    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-    | Annotated[BenchCommand, tyro.conf.subcommand("bench", description=_BENCH)]
+_Command = subcommands(
+    generate=GenerateCommand,
+    serve=ServeCommand,
+    chat=ChatCommand,
+    score=ScoreCommand,
+    convert=ConvertCommand,
+    plan=PlanCommand,
 )
+_Command |= Annotated[BenchCommand, tyro.conf.subcommand("bench", description=_BENCH)]
 
 
 def run_command(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, dataclass_transform
@@ -28,6 +29,12 @@ class Command:
 
     def __init_subclass__(cls):
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+def subcommands(**commands: Any) -> Any:
+    """Returns the type for which tyro parses one of several commands, given as NAME=CLASS."""
+    kinds: Any = [Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()]
+    return functools.reduce(operator.or_, kinds)
 
 
 def optional(metavar: str, **options: Any) -> Any:
