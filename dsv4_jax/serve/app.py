@@ -215,17 +215,13 @@ async def _read(request: Request, limit: int) -> bytes:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(415, f"Content-Type is {content_type[:100]!r}, it must be application/json")
-    too_long = APIError(413, f"the body is longer than {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_long
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 content += part
                 if len(content) > limit:
-                    raise too_long
+                    raise APIError(413, f"the body is longer than {limit} bytes")
     except TimeoutError:
         raise APIError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds") from None
     except ClientDisconnect:
@@ -236,18 +232,18 @@ async def _read(request: Request, limit: int) -> bytes:
 async def _complete_or_cancel(request: Request, answer: Answer) -> Response:
     """Waits for the complete answer and returns it. If the client disconnects first, cancels the answer's requests."""
 
-    async def wait_for_disconnect() -> None:
+    async def cancel_at_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        answer.cancel()
 
-    complete = asyncio.create_task(answer.complete())
-    disconnect = asyncio.create_task(wait_for_disconnect())
+    disconnect = asyncio.create_task(cancel_at_disconnect())
     try:
-        await asyncio.wait([complete, disconnect], return_when=asyncio.FIRST_COMPLETED)
-        # The client does not read this status, but the metrics count it.
-        return complete.result() if complete.done() else Response(status_code=499)
+        return await answer.complete()
+    except APIError:
+        if not disconnect.done():
+            raise
+        return Response(status_code=499)  # the client does not read this status, but the metrics count it
     finally:
         answer.cancel()
-        complete.cancel()
         disconnect.cancel()
-        await asyncio.gather(complete, disconnect, return_exceptions=True)
