@@ -68,7 +68,7 @@ class _DecodeSteps(ModelBenchmark):
     _each_kind: ClassVar[bool] = False
     batches: Numbers = None
     contexts: Numbers = None
-    drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    drafts: int = 0
     mesh: options.MeshOption = None
     context_parallel: options.ContextParallel = False
     plot: PlotFile = None

@@ -107,7 +107,7 @@ class ModelBenchmark(Benchmark):
     """
 
     config: Config = "v4_flash"
-    cache_format: Annotated[Literal["v4", "v41", "per_entry"] | None, options.optional("{v4,v41,per_entry}")] = None
+    cache_format: Literal["v4", "v41", "per_entry"] | None = None
 
     def _model(self, report):
         """Returns the model's configuration and the format of the cache, and adds their names to the report."""

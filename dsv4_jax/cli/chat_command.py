@@ -10,11 +10,11 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 
-from dsv4_jax.cli.options import Command, optional
+from dsv4_jax.cli.options import Command
 from dsv4_jax.cli.startup import visible
 
 
@@ -46,10 +46,10 @@ class ChatCommand(Command):
     """
 
     url: str = "http://127.0.0.1:8000"
-    api_key: Annotated[str | None, optional("KEY")] = None
-    thinking: Annotated[str | None, optional("off|low|high|max|1..100")] = None
-    system: Annotated[str | None, optional("TEXT")] = None
-    max_tokens: Annotated[int | None, optional("TOKENS")] = None
+    api_key: str | None = None
+    thinking: str | None = None
+    system: str | None = None
+    max_tokens: int | None = None
     temperature: float = 1.0
 
     def run(self) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dsv4_jax.cli import startup
 from dsv4_jax.cli.expert_plan import number_table
-from dsv4_jax.cli.options import Command, optional
+from dsv4_jax.cli.options import Command
 
 
 class ConvertCommand(Command):
@@ -42,7 +42,7 @@ class ConvertCommand(Command):
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     dest: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DEST")]
     weights: Literal["quantized", "bfloat16", "float32"]
-    naming: Annotated[Literal["release", "hybrid", "module"] | None, optional("{release,hybrid,module}")] = None
+    naming: Literal["release", "hybrid", "module"] | None = None
 
     def run(self) -> None:
         """Runs the command. Raises ValueError or OSError after a user's mistake."""

@@ -4,15 +4,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.model_options import RandomModelOptions
-from dsv4_jax.cli.options import optional
 from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config.draft_config import check_min_confidence
@@ -64,17 +62,17 @@ class GenerateCommand(RandomModelOptions):
         (tokens, logprob, text) with --n-best and --beams.
     """
 
-    checkpoint: Annotated[Path | None, optional("DIR")] = None
-    prompt: Annotated[str | None, optional("TEXT")] = None
-    prompt_ids: Annotated[str | None, optional("1,2,3")] = None
+    checkpoint: Path | None = None
+    prompt: str | None = None
+    prompt_ids: str | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    chunk: Annotated[int | None, optional("N")] = None
+    chunk: int | None = None
     ignore_eos: bool = False
-    drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    drafts: int = 0
     min_confidence: options.MinConfidence = 0.0
     n_best: int = 1
     beams: int = 1

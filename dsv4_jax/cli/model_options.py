@@ -36,14 +36,12 @@ class ModelOptions(Command):
 
     cache_format: options.CacheFormat = None
     dtype: options.Dtype = "bfloat16"
-    weights: Annotated[Literal["quantized", "bfloat16", "float32"] | None, optional("{quantized,bfloat16,float32}")] = (
-        None
-    )
+    weights: Literal["quantized", "bfloat16", "float32"] | None = None
     mesh: options.MeshOption = None
     expert_parallel: options.ExpertParallel = False
     context_parallel: options.ContextParallel = False
     expert_memory: options.ExpertMemoryOption = None
-    expert_placement: Annotated[Path | None, optional("FILE")] = None
+    expert_placement: Path | None = None
     host_tables: options.HostTablesOption = False
 
     def check_devices(self, config: DSV4Config) -> dict[str, int]:

@@ -5,7 +5,7 @@ import functools
 import operator
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, dataclass_transform
+from typing import Annotated, Any, Literal, dataclass_transform, get_args, get_origin
 
 import tyro
 
@@ -25,9 +25,18 @@ MODELS = "|".join((*PRESETS, "DIR"))  # text that stands for the value of an opt
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Command:
-    """The base class of commands. Each subclass becomes a frozen dataclass, whose fields are the command's options."""
+    """The base class of commands. Each subclass becomes a frozen dataclass, whose fields are the command's options.
+
+    If the default of an option is None, its help text says what that means. tyro then does not add the default.
+    """
 
     def __init_subclass__(cls):
+        for name, kind in cls.__annotations__.items():
+            if getattr(cls, name, ...) is None and get_origin(kind) is not Annotated:
+                value, _ = get_args(kind)  # of the type VALUE | None
+                choices = get_args(value)
+                metavar = f"{{{','.join(choices)}}}" if choices else value.__name__.upper()
+                cls.__annotations__[name] = Annotated[kind, optional(metavar)]
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 

@@ -19,7 +19,6 @@ from dsv4_jax.cli.options import (
     ExpertParallel,
     JsonFlag,
     MeshOption,
-    optional,
 )
 from dsv4_jax.cli.weight_plan import plan_weights, weight_table
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
@@ -63,19 +62,19 @@ class PlanCommand(Command):
     """
 
     config: Annotated[str, tyro.conf.arg(metavar="|".join(("DIR", *options.PRESETS)))]
-    memory: Annotated[str, tyro.conf.arg(metavar="SIZE")]
-    context: Annotated[int, tyro.conf.arg(metavar="TOKENS")]
-    max_requests: Annotated[int | None, optional("N")] = None
+    memory: str
+    context: int
+    max_requests: int | None = None
     cache_format: CacheFormat = None
     dtype: Dtype = "bfloat16"
-    block_tokens: Annotated[int | None, optional("N")] = None
+    block_tokens: int | None = None
     max_query_tokens: int = 1
-    drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
-    weights: Annotated[str | None, optional("quantized|SIZE")] = None
+    drafts: int = 0
+    weights: str | None = None
     mesh: MeshOption = None
     expert_parallel: ExpertParallel = False
     context_parallel: ContextParallel = False
-    expert_memory: Annotated[str | None, optional("auto|SIZE")] = None
+    expert_memory: str | None = None
     gpu: Literal["h100", "h200"] = "h100"
     as_json: JsonFlag = False
 

@@ -3,15 +3,13 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from dsv4_jax.cli import option_checks, options, startup
 from dsv4_jax.cli.model_options import ModelOptions, open_checkpoint
-from dsv4_jax.cli.options import optional
 
 
 class ScoreCommand(ModelOptions):
@@ -45,15 +43,15 @@ class ScoreCommand(ModelOptions):
       layers: also write attn_in_L and attn_out_L [B, T, hidden] float32, the input and output of attention in layer L.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    out: Annotated[Path | None, optional("FILE.npz")] = None
-    ids: Annotated[Path | None, optional("FILE.npy")] = None
-    text: Annotated[Path | None, optional("FILE.txt")] = None
-    chunk: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    decode_from: Annotated[int | None, optional("P")] = None
-    index_topk: Annotated[int | None, optional("K")] = None
+    checkpoint: Path
+    out: Path | None = None
+    ids: Path | None = None
+    text: Path | None = None
+    chunk: int = 256
+    decode_from: int | None = None
+    index_topk: int | None = None
     window_only: bool = False
-    drafts: Annotated[int, tyro.conf.arg(metavar="K")] = 0
+    drafts: int = 0
     layers: bool = False
 
     def run(self) -> None:

@@ -9,11 +9,10 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.model_options import RandomModelOptions
-from dsv4_jax.cli.options import optional
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.config.draft_config import check_min_confidence
 from dsv4_jax.parallel.mesh import check_divisible
@@ -84,28 +83,28 @@ class ServeCommand(RandomModelOptions):
       grace_seconds: seconds that running requests have to finish after the server is told to stop.
     """
 
-    checkpoint: Annotated[Path | None, optional("DIR")] = None
+    checkpoint: Path | None = None
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: Annotated[str | None, optional("KEY")] = None
+    api_key: str | None = None
     insecure: bool = False
-    allowed_hosts: Annotated[str | None, optional("NAMES")] = None
-    model_name: Annotated[str | None, optional("NAME")] = None
+    allowed_hosts: str | None = None
+    model_name: str | None = None
     max_requests: int = 16
     max_waiting: int = 256
-    context: Annotated[int | None, optional("TOKENS")] = None
-    memory: Annotated[str | None, optional("SIZE")] = None
-    token_budget: Annotated[int | None, optional("TOKENS")] = None
+    context: int | None = None
+    memory: str | None = None
+    token_budget: int | None = None
     drafts: int = 0
     drafter: Literal["prompt", "model"] = "prompt"
     min_confidence: options.MinConfidence = 0.0
     batch_invariant: bool = False
     structured_output: bool = True
     effort_prompts: Literal["april", "0731", "v41"] | None = None
-    adapters: Annotated[str | None, optional("NAME=DIR,..")] = None
+    adapters: str | None = None
     snapshots: Literal["all", "last"] = "all"
-    prefix_dir: Annotated[Path | None, optional("DIR")] = None
-    prefix_size: Annotated[str | None, optional("SIZE")] = None
+    prefix_dir: Path | None = None
+    prefix_size: str | None = None
     request_seconds: float = 600.0
     grace_seconds: float = 30.0
 
