@@ -162,14 +162,14 @@ class GenerateCommand(RandomModelOptions):
         Returns:
           The JSON object of --json, see `as_json` of the command.
         """
-        from dsv4_jax.checkpoint import TextStream
+        from dsv4_jax.engine.text import AnswerText
 
-        text_stream = None if tokenizer is None else TextStream(tokenizer)
+        text = AnswerText(tokenizer, (), ())
 
         def show(token):
             """Prints a token as text, or as its id without a tokenizer. Prints nothing with --json."""
             if not self.as_json:
-                _print(f"{token} " if text_stream is None else text_stream.add(token))
+                _print(text.add(token))
 
         def describe(tokens):
             """Returns the fields of --json about the tokens of an answer."""
@@ -177,7 +177,7 @@ class GenerateCommand(RandomModelOptions):
                 return {"tokens": tokens}
             return {"tokens": tokens, "text": tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]}
 
-        for token in () if text_stream is None else prompt:
+        for token in () if tokenizer is None else prompt:
             show(token)
         if self._answers == 1:
             tokens, speed, accepted = self._stream_answer(model, manager, prompt, show)
@@ -188,8 +188,8 @@ class GenerateCommand(RandomModelOptions):
             for token in tokens:
                 show(token)
             details = {"candidates": [describe(x.tokens) | {"logprob": x.logprob} for x in candidates]}
-        if text_stream is not None and not self.as_json:
-            _print(text_stream.finish())
+        if not self.as_json:
+            _print(text.finish())
         schema = manager.schema
         cache_bytes = {
             "per_token": schema.bytes_per_token,
