@@ -1,15 +1,13 @@
 """The part of `dsv4-jax plan` for experts in host memory: how many there are, and the time of a step."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
+from dsv4_jax.config import DSV4Config
 
-
-if TYPE_CHECKING:
-    from dsv4_jax.config import DSV4Config
 
 SKEWS = 0.0, 1.0  # skews of the estimates, see `selection_shares`
 TOKENS = 1, 8, 32  # numbers of tokens in a step of the estimates
@@ -17,7 +15,7 @@ HOST_PAGE = 2 << 20  # bytes of a page in which `CudaMemory` maps host memory
 STEP_TOKENS = 256  # number of tokens of the largest step of `generate` and `serve` by default
 
 
-def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
+def plan_experts(config: DSV4Config, expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
     """Decides how many experts lie in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
 
     Args:
@@ -79,7 +77,16 @@ def plan_experts(config: "DSV4Config", expert_memory: str, memory: int, cache_by
         "on_host": on_host,
         "host_bytes": on_host * slice_bytes,
         "weights_bytes": needed,
-        "steps": _estimate_steps(cost, on_host),
+        "steps": [
+            {
+                "tokens": tokens,
+                "skew": skew,
+                "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
+                "misses": round(cost.misses(on_host, skew, tokens), 1),
+            }
+            for tokens in TOKENS
+            for skew in SKEWS
+        ],
         "gpu": gpu,
     }
 
@@ -109,20 +116,6 @@ def _count_bytes(config):
     routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
     matrices = [math.prod(shape[1:]) for shape in shapes]
     return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - table_bytes - code_bytes, routed
-
-
-def _estimate_steps(cost, on_host):
-    """Returns the field "steps" of `plan_experts`, for `on_host` experts of each layer in host memory."""
-    return [
-        {
-            "tokens": tokens,
-            "skew": skew,
-            "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
-            "misses": round(cost.misses(on_host, skew, tokens), 1),
-        }
-        for tokens in TOKENS
-        for skew in SKEWS
-    ]
 
 
 def number_table(title: str, label: str, *columns: str) -> Table:

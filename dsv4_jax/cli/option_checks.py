@@ -5,11 +5,9 @@ import math
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-
-if TYPE_CHECKING:
-    from dsv4_jax.config import DSV4Config
+from dsv4_jax.config import DSV4Config
 
 
 # {option: its minimum}, the same in all commands. If an option has several numbers, each must reach the minimum.
@@ -36,7 +34,7 @@ MINIMUMS |= dict.fromkeys(
 )
 
 
-def check_context(config: "DSV4Config", tokens: int, option: str) -> None:
+def check_context(config: DSV4Config, tokens: int, option: str) -> None:
     """Raises ValueError if a request of `tokens` tokens is longer than the model's context.
 
     The error begins with the text `option`, which names the options that determine the number of tokens.

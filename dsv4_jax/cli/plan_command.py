@@ -94,7 +94,7 @@ class PlanCommand(Command):
         if experts is not None:
             weights = experts["weights_bytes"]
         devices_per_shard = check_context_parallel(sizes, self.context_parallel)
-        report = self._report(config, one, memory, _Device(memory - weights, sizes.get("data", 1), devices_per_shard))
+        report = self._report(one, memory, _Device(memory - weights, sizes.get("data", 1), devices_per_shard))
         if kinds:
             report["weights"] = kinds
         if experts is not None:
@@ -134,16 +134,16 @@ class PlanCommand(Command):
         )
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
-    def _report(self, config, one, memory, device):
+    def _report(self, one, memory, device):
         """Returns the JSON object of --json, except its field about experts.
 
         Args:
-          config: configuration of the model.
           one: schema of a cache for one request with the whole context.
           memory: bytes of a device's memory.
           device: bytes of a device for the cache, and the numbers of devices that share requests and blocks.
         """
         fits = []
+        config = one.config
         for context in sorted({c for c in _CONTEXTS if c <= config.max_position_embeddings} | {self.context}):
             schema = self._schema(config, context)
             requests = device.num_shards * device.requests(schema)

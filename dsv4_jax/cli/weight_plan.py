@@ -1,17 +1,14 @@
 """The part of `dsv4-jax plan` for weights: their bytes on each device of a mesh, by kind."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from dsv4_jax.cli.expert_plan import number_table
 from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.parallel.mesh import abstract_mesh
 
-
-if TYPE_CHECKING:
-    from dsv4_jax.config import DSV4Config
 
 # {kind of weights: texts}. A parameter belongs to the first kind that has a text which occurs in the parameter's path.
 KINDS = {
@@ -28,7 +25,7 @@ KINDS = {
 
 
 def plan_weights(
-    config: "DSV4Config", sizes: Mapping[str, int], expert_parallel: bool = False
+    config: DSV4Config, sizes: Mapping[str, int], expert_parallel: bool = False
 ) -> dict[str, dict[str, int]]:
     """Returns the bytes of a model's weights, stored as in the release: {kind: {"model", "device", "replicated"}}.
 
