@@ -30,7 +30,6 @@ class ParsedChoice(Choice):
         processor: recipe.StreamProcessor,
         response: Any,
         *,
-        prompt_tokens: int,
         keeps_events: bool,
         remember: Callable[[dict[str, Any], list[int]], None],
     ):
@@ -41,7 +40,6 @@ class ParsedChoice(Choice):
           source: object that turns tokens into the parser's input, text or chunks.
           processor: the parser.
           response: empty answer of the protocol, which accumulates the events.
-          prompt_tokens: number of tokens in the prompt.
           keeps_events: whether to keep events for `take_events`, as a stream needs.
           remember: function of the answer as JSON and its token ids, without the token that ended it. It is called if
             the model ended the answer, but not if a limit or a stop string did.
@@ -49,7 +47,6 @@ class ParsedChoice(Choice):
         super().__init__(index, source)
         self._processor = processor
         self._answer = response
-        self._prompt_tokens = prompt_tokens
         self._keeps_events = keeps_events
         self._remember = remember
         self._events: list[tuple[str | None, dict[str, Any]]] = []
@@ -60,9 +57,11 @@ class ParsedChoice(Choice):
         return json.loads(self._answer.to_json())
 
     def take(self, update: Update) -> None:
-        if not self.scored:
-            cached_tokens = 0 if update.request is None else update.request.cached_tokens
-            usage = recipe.PromptUsage(prompt_tokens=self._prompt_tokens, prompt_cache_hit_tokens=cached_tokens)
+        request = update.request
+        if not self.scored and request is not None:
+            usage = recipe.PromptUsage(
+                prompt_tokens=request.prompt_length, prompt_cache_hit_tokens=request.cached_tokens
+            )
             self._push([recipe.InferenceChunk.ready(prompt_usage=usage)])
         super().take(update)
         if self.finish_reason is not None:
@@ -169,7 +168,6 @@ class ParsedAnswer(Answer):
             blocks or AnswerText(self._service.tokenizer, prompt, stops),
             processor,
             self.response_type(self._id, self._body.model, self._created, len(prompt), 0),
-            prompt_tokens=len(prompt),
             keeps_events=self._body.stream,
             remember=self._remember,
         )

@@ -139,7 +139,7 @@ def parse(chat, converted, tokens, reason="stop"):
     generator = recipe.ChatCompletionRequest.chunk_generator(converted.request, "id", "tiny")
     processor, blocks = chat.parser(converted, generator)
     response = recipe.ChatCompletionResponse("id", "tiny", 0, 0, 0)
-    options = dict(prompt_tokens=0, keeps_events=False, remember=lambda answer, tokens: None)
+    options = dict(keeps_events=False, remember=lambda answer, tokens: None)
     choice = ParsedChoice(0, blocks, processor, response, **options)
     tokens = [*tokens, END] if reason == "stop" else tokens
     request = Request(0, np.array([0]), RequestParams(len(tokens)), order=0)
