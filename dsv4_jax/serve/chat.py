@@ -48,11 +48,6 @@ class PastAnswer(NamedTuple):
     thinks: bool
     tokens: np.ndarray
 
-    def is_shown_by(self, message: recipe.Message) -> bool:
-        """Returns whether a client's message repeats this answer, with or without its reasoning."""
-        is_same_reasoning = message.reasoning_content in (None, "", self.message.reasoning_content)
-        return is_same_reasoning and _without_reasoning(message) == _without_reasoning(self.message)
-
 
 class PastAnswers:
     """A store of answers with tool calls, by the id of their first call.
@@ -75,7 +70,7 @@ class PastAnswers:
                 self._size -= len(oldest.tokens)
 
     def find(self, message: recipe.Message) -> PastAnswer | None:
-        """Returns the answer that a client's message repeats, or None."""
+        """Returns the answer that a client's message repeats, with or without its reasoning. None if there is none."""
         if not message.tool_calls:
             return None
         id = message.tool_calls[0].id
@@ -84,7 +79,9 @@ class PastAnswers:
             if answer is None:
                 return None
             self._answers.move_to_end(id)
-        return answer if answer.is_shown_by(message) else None
+        is_same_reasoning = message.reasoning_content in (None, "", answer.message.reasoning_content)
+        is_same = is_same_reasoning and _without_reasoning(message) == _without_reasoning(answer.message)
+        return answer if is_same else None
 
 
 class Converted(NamedTuple):

@@ -1,7 +1,6 @@
 """The HTTP server: uvicorn with limits on connections and a graceful shutdown."""
 
 import asyncio
-import operator
 import resource
 import signal
 import socket
@@ -34,9 +33,9 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS:
-            connections = [c for c in self.connections if isinstance(c, _Protocol)]
-            silent = [(c._head_timer.when(), c) for c in connections if c._head_timer and not c.transport.is_closing()]
-            _, oldest = min(silent, key=operator.itemgetter(0), default=(0.0, self))
+            connections: Any = self.connections  # all of this class
+            silent = [c for c in connections if c._head_timer and not c.transport.is_closing()]
+            oldest = min(silent, key=lambda c: c._head_timer.when(), default=self)
             oldest._refuse(unavailable("the server has too many connections"))
             if oldest is self:
                 return
