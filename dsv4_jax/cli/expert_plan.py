@@ -77,16 +77,7 @@ def plan_experts(config: DSV4Config, expert_memory: str, memory: int, cache_byte
         "on_host": on_host,
         "host_bytes": on_host * slice_bytes,
         "weights_bytes": needed,
-        "steps": [
-            {
-                "tokens": tokens,
-                "skew": skew,
-                "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
-                "misses": round(cost.misses(on_host, skew, tokens), 1),
-            }
-            for tokens in TOKENS
-            for skew in SKEWS
-        ],
+        "steps": _estimate_steps(cost, on_host),
         "gpu": gpu,
     }
 
@@ -116,6 +107,20 @@ def _count_bytes(config):
     routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
     matrices = [math.prod(shape[1:]) for shape in shapes]
     return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - table_bytes - code_bytes, routed
+
+
+def _estimate_steps(cost, on_host):
+    """Returns the field "steps" of `plan_experts`, for `on_host` experts of each layer in host memory."""
+    return [
+        {
+            "tokens": tokens,
+            "skew": skew,
+            "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
+            "misses": round(cost.misses(on_host, skew, tokens), 1),
+        }
+        for tokens in TOKENS
+        for skew in SKEWS
+    ]
 
 
 def number_table(title: str, label: str, *columns: str) -> Table:
