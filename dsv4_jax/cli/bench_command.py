@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import tyro
 
 from dsv4_jax.bench.reports import write_report
-from dsv4_jax.cli import option_checks, options, startup
+from dsv4_jax.cli import options, startup
 from dsv4_jax.parallel.mesh import make_mesh
 
 
@@ -57,7 +57,7 @@ class Benchmark(options.Command):
                 raise ValueError(f"--plot {plot} must end in .png")
         # Check that the files can be written before the run, which takes minutes.
         for option, path in (("json", self.out), ("plot", plot)):
-            option_checks.check_file(option, path, "written")
+            options.check_file(option, path, "written")
         if self._expert_bytes() is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.

@@ -9,7 +9,6 @@ from dsv4_jax.cli.bench_command import BenchCommand
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
-from dsv4_jax.cli.option_checks import check_minimums, explain
 from dsv4_jax.cli.options import subcommands
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
@@ -51,7 +50,7 @@ def run_command(argv: list[str]) -> int:
         set_xla_flags()
     use_compilation_cache()
     try:
-        check_minimums(command)
+        command.check_minimums()
         command.run()
     except BrokenPipeError:
         raise
@@ -59,6 +58,6 @@ def run_command(argv: list[str]) -> int:
         text = explain_missing_platform()
         if text is None and not isinstance(error, ValueError | TypeError | OSError):
             raise
-        notify(f"Error: {text or explain(error, command)}", style="bold red")
+        notify(f"Error: {text or command.explain(error)}", style="bold red")
         return 2
     return 0

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli import option_checks, options, startup
+from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.model_options import RandomModelOptions
 from dsv4_jax.common.arguments import check_temperature, check_top_k, check_top_p
 from dsv4_jax.common.sizes import readable_bytes
@@ -84,7 +84,7 @@ class GenerateCommand(RandomModelOptions):
         self._check()
         checkpoint, config = self.open_model(self.checkpoint, mtp=self.drafts > 0)
         check_min_confidence(self.min_confidence, config.drafts)
-        option_checks.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
+        options.check_context(config, self.max_new_tokens, f"--max-new-tokens {self.max_new_tokens}")
         sizes = self.check_devices(config)
         ids = None if self.prompt_ids is None else _parse_ids(self.prompt_ids)
         startup.notify(f"Starting JAX and reading {checkpoint} ...")
@@ -96,7 +96,7 @@ class GenerateCommand(RandomModelOptions):
         option, prompt = ("--prompt-ids", ids) if ids is not None else self._encode(tokenizer)
         # The last token is sampled, but not stored in the cache.
         total = len(prompt) + self.max_new_tokens - 1
-        option_checks.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
+        options.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
         # The answers to one prompt share blocks, so they run in one shard of the mesh's axis "data".
         requests = self._answers * sizes.get("data", 1)
         manager = self.make_manager(config, requests, options.whole_blocks(config, total), self.drafts)

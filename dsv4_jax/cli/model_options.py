@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dsv4_jax.cli import options
-from dsv4_jax.cli.option_checks import check_file
 from dsv4_jax.cli.options import Command, optional
 from dsv4_jax.cli.startup import show_log
 from dsv4_jax.config import DSV4Config
@@ -59,7 +58,7 @@ class ModelOptions(Command):
         if self.expert_placement is not None:
             if self.expert_memory is None:
                 raise ValueError("--expert-placement needs --expert-memory: otherwise all experts lie on the GPU")
-            check_file("expert-placement", self.expert_placement, "written")
+            options.check_file("expert-placement", self.expert_placement, "written")
         if self.host_tables and config.engram is None:
             raise ValueError("--host-tables is for models with Engram, such as DeepSeek-V4.1; this one has no tables")
         return options.mesh_sizes(self, config)

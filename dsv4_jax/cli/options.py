@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import math
 import operator
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal, dataclass_transform, get_args, get_origin
 
@@ -23,6 +26,30 @@ PRESETS = {name: getattr(DSV4Config, name) for name in ("v4_flash", "v4_pro", "v
 MODELS = "|".join((*PRESETS, "DIR"))  # text that stands for the value of an option that names a model
 
 
+# {option: its minimum}, the same in all commands. If an option has several numbers, each must reach the minimum.
+MINIMUMS = dict.fromkeys(("decode_from", "drafts", "grace_seconds", "max_waiting", "request_seconds", "skew"), 0)
+MINIMUMS |= dict.fromkeys(
+    (
+        "beams",
+        "block_tokens",
+        "calls",
+        "chunk",
+        "context",
+        "conversations",
+        "index_topk",
+        "max_new_tokens",
+        "max_query_tokens",
+        "max_requests",
+        "n_best",
+        "prompts",
+        "requests",
+        "token_budget",
+        "turns",
+    ),
+    1,
+)
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Command:
     """The base class of commands. Each subclass becomes a frozen dataclass, whose fields are the command's options.
@@ -38,6 +65,30 @@ class Command:
                 metavar = f"{{{','.join(choices)}}}" if choices else value.__name__.upper()
                 cls.__annotations__[name] = Annotated[kind, optional(metavar)]
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def check_minimums(self) -> None:
+        """Raises ValueError, which names the option, if an option is below its minimum, infinite or NaN."""
+        for name, minimum in MINIMUMS.items():
+            option = getattr(self, name, None)
+            for value in option if isinstance(option, tuple) else (option,):
+                if value is not None and not minimum <= value < math.inf:  # also true for NaN
+                    raise ValueError(f"{name}={value} must be at least {minimum}")
+
+    def explain(self, error: Exception) -> str:
+        """Returns an error's message for users of the command line.
+
+        Text such as "max_requests=0" becomes "--max-requests 0" if the command has this option.
+        """
+        options = {field.name for field in dataclasses.fields(self)}  # pyrefly: ignore
+
+        def option(match):
+            """Returns the option in place of the match NAME=VALUE, or the match if there is no such option."""
+            name, value = match.groups()
+            if name not in options:
+                return match[0]
+            return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")
+
+        return re.sub(r"(?<![\w.-])([a-z]\w*)=('[^']*'|[\w.+-]*\w)", option, str(error))
 
 
 def subcommands(**commands: Any) -> Any:
@@ -192,3 +243,34 @@ def mesh_sizes(command: Any, config: DSV4Config | None = None) -> dict[str, int]
     if expert_parallel and sizes.get("model", 1) == 1:
         raise ValueError(f"{expert_parallel=} needs a mesh with more than one device along the axis model")
     return sizes
+
+
+def check_context(config: DSV4Config, tokens: int, option: str) -> None:
+    """Raises ValueError if a request of `tokens` tokens is longer than the model's context.
+
+    The error begins with the text `option`, which names the options that determine the number of tokens.
+    """
+    if tokens > (limit := config.max_position_embeddings):
+        raise ValueError(
+            f"{option}: a request of {tokens} tokens, prompt and new ones, is longer than the model's context, "
+            f"max_position_embeddings={limit}"
+        )
+
+
+def check_file(option: str, path: Path | None, use: Literal["read", "written"]) -> None:
+    """Raises ValueError, which names the option, if its file cannot be used. Leaves the disk as it is.
+
+    Args:
+      option: name of the option.
+      path: the option's file; None is not checked.
+      use: what the command does with the file.
+    """
+    try:
+        if path is None:
+            return
+        if use == "written" and not path.exists():
+            tempfile.TemporaryFile(dir=path.parent).close()
+        else:
+            path.open("rb" if use == "read" else "ab").close()
+    except OSError as error:
+        raise ValueError(f"--{option} {path} cannot be {use}: {error.strerror}") from None

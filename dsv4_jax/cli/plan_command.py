@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from dsv4_jax.cli import option_checks, options
+from dsv4_jax.cli import options
 from dsv4_jax.cli.expert_plan import expert_table, number_table, plan_experts
 from dsv4_jax.cli.options import (
     CacheFormat,
@@ -83,7 +83,7 @@ class PlanCommand(Command):
         memory = parse_bytes(self.memory)
         given_bytes = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
-        option_checks.check_context(config, self.context, "--context")
+        options.check_context(config, self.context, "--context")
         sizes = options.mesh_sizes(self, config)
         one = self._schema(config, self.context)
         kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_jax.cli import option_checks, options, startup
+from dsv4_jax.cli import options, startup
 from dsv4_jax.cli.model_options import ModelOptions, open_checkpoint
 
 
@@ -61,9 +61,9 @@ class ScoreCommand(ModelOptions):
             raise ValueError("--window-only is for the model alone: leave out --drafts")
         if (self.ids is None) == (self.text is None):
             raise ValueError("give --ids or --text, one of them")
-        option_checks.check_file("ids", self.ids, "read")
-        option_checks.check_file("text", self.text, "read")
-        option_checks.check_file("out", self.out, "written")
+        options.check_file("ids", self.ids, "read")
+        options.check_file("text", self.text, "read")
+        options.check_file("out", self.out, "written")
         if self.out is None and (self.layers or self.drafts):
             raise ValueError("--layers and --drafts are for the file that --out names: give --out FILE.npz")
         checkpoint, config = open_checkpoint(self.checkpoint, mtp=self.drafts > 0)
@@ -82,7 +82,7 @@ class ScoreCommand(ModelOptions):
         prefill = length if self.decode_from is None else self.decode_from
         if prefill > length:
             raise ValueError(f"--decode-from {prefill} must be from 0 to {length}, the number of tokens in a row")
-        option_checks.check_context(config, length, "--text" if self.ids is None else "--ids")
+        options.check_context(config, length, "--text" if self.ids is None else "--ids")
         manager = self.make_manager(config, rows, options.whole_blocks(config, length), self.drafts)
         ids = np.stack([manager.check_ids(row, f"ids[{i}]") for i, row in enumerate(ids)])
 

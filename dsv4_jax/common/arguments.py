@@ -1,6 +1,6 @@
 """Checks of plain arguments, which raise errors such as "NAME=VALUE must be at least 1".
 
-The command line replaces NAME=VALUE by its option, see `cli.option_checks.explain`.
+The command line replaces NAME=VALUE by its option, see `cli.options.Command.explain`.
 """
 
 import math

@@ -15,7 +15,7 @@ import dsv4_jax
 from dsv4_jax.cli import bench_command as bench, main
 from dsv4_jax.cli.convert_command import ConvertCommand
 from dsv4_jax.cli.generate_command import GenerateCommand
-from dsv4_jax.cli.option_checks import MINIMUMS
+from dsv4_jax.cli.options import MINIMUMS
 from dsv4_jax.cli.plan_command import PlanCommand
 from dsv4_jax.cli.score_command import ScoreCommand
 from dsv4_jax.cli.serve_command import ServeCommand
