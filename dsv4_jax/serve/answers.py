@@ -106,11 +106,11 @@ class Answer:
         """Returns the server-sent events for the new text and new tokens of a choice."""
         raise NotImplementedError
 
-    def _last_events(self) -> list[bytes]:
+    def _last_events(self):
         """Returns the server-sent events that follow when all choices are complete."""
         return []
 
-    def _error_event(self, error: APIError) -> bytes:
+    def _error_event(self, error):
         """Returns the server-sent event of an error."""
         return sse(error.body)
 
@@ -174,7 +174,7 @@ class Answer:
         except APIError as error:
             yield self._error_event(error)
 
-    async def _updates(self) -> AsyncIterator[Choice | None]:
+    async def _updates(self):
         """Yields each choice that has taken an update, until all choices are complete.
 
         Yields None if no update came for `_KEEP_ALIVE_SECONDS`. Raises APIError if a request fails or
@@ -215,13 +215,13 @@ class Answer:
                 self._generation.cancel(choice.index)
             yield choice
 
-    def _check(self, ids: Sequence[int], name: str) -> np.ndarray:
+    def _check(self, ids, name):
         try:
             return self._service.engine.engine.manager.check_ids(ids, name)
         except (ValueError, TypeError, OverflowError) as error:
             raise APIError(400, str(error), param=name) from None
 
-    def _check_size(self, count: int) -> None:
+    def _check_size(self, count):
         """Raises APIError if samples would be equal, or the answer needs too many requests or log-probabilities.
 
         `count` is the number of requests.
@@ -245,7 +245,7 @@ class Answer:
             message = f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}"
             raise APIError(400, f"{message}: ask for fewer tokens", param="logprobs")
 
-    def _check_limit(self) -> int:
+    def _check_limit(self):
         """Returns the maximum number of new tokens of each request. Raises APIError if there is no room for them."""
         manager = self._service.engine.engine.manager
         longest = max(map(len, self._prompts))
@@ -273,7 +273,7 @@ class OpenAIAnswer(Answer):
         """Returns the JSON of a choice in each new event of a stream, without its index."""
         raise NotImplementedError
 
-    def _response(self) -> Response:
+    def _response(self):
         shown = []
         for answers in itertools.batched(self.choices, self._samples):
             if self._samples > self._body.n:
@@ -282,22 +282,22 @@ class OpenAIAnswer(Answer):
         choices = [self._json(choice) | {"index": i} for i, choice in enumerate(shown)]
         return JSONResponse(self._object(self.kind, choices) | {"usage": self._usage()})
 
-    def _events(self, choice: Any) -> list[bytes]:
+    def _events(self, choice):
         return [self._event([chunk | {"index": choice.index}], None) for chunk in self._chunks(choice)]
 
-    def _last_events(self) -> list[bytes]:
+    def _last_events(self):
         usage = [self._event([], self._usage())] if self._body.stream_options.include_usage else []
         return [*usage, b"data: [DONE]\n\n"]
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+    def _event(self, choices, usage):
         shown_usage = {"usage": usage} if self._body.stream_options.include_usage else {}
         return sse(self._object(self.chunk_kind, choices) | shown_usage)
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, kind, choices):
         head = {"id": self._id, "object": kind, "created": self._created, "model": self._body.model}
         return head | {"choices": choices}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self):
         prompt_tokens = sum(map(len, self._prompts))
         completion_tokens = sum(choice.num_generated for choice in self.choices)
         # Only the first sample of each prompt counts. Later samples find the prompt's tokens that the first one cached.
@@ -319,20 +319,20 @@ class CompletionAnswer(OpenAIAnswer):
     body_type = CompletionBody
     _body: CompletionBody
 
-    def _encode(self) -> Sequence[Sequence[int]]:
+    def _encode(self):
         return [self._ids(prompt) for prompt in self._body.prompt]
 
-    def _ids(self, prompt: str | list[int]) -> Sequence[int]:
+    def _ids(self, prompt):
         if not isinstance(prompt, str):
             return prompt
         if self._service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: give the prompt as token ids", param="prompt")
         return encode(self._service.tokenizer, prompt)
 
-    def _max_tokens(self, room: int) -> int:
+    def _max_tokens(self, room):
         return self._body.max_tokens
 
-    def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
+    def _new_choice(self, index, prompt):
         tokenizer = self._service.tokenizer
         offsets = token_offsets(tokenizer, prompt) if self._scores_prompts else []
         echo = self._body.prompt[index // self._samples] if self._body.echo else ""
@@ -340,10 +340,10 @@ class CompletionAnswer(OpenAIAnswer):
             echo = " ".join(map(str, echo)) + " " if tokenizer is None else tokenizer.decode(echo)
         return Choice(index, AnswerText(tokenizer, prompt, self._body.stop), echo, offsets)
 
-    def _json(self, choice: Any) -> dict[str, Any]:
+    def _json(self, choice):
         return self._part(choice.text, choice.scored, choice.finish_reason)
 
-    def _chunks(self, choice: Any) -> list[dict[str, Any]]:
+    def _chunks(self, choice):
         is_shown = choice.new_text or choice.finish_reason or self._body.num_top is not None
         return [self._part(choice.new_text, choice.new_tokens, choice.finish_reason)] if is_shown else []
 
@@ -353,7 +353,7 @@ class CompletionAnswer(OpenAIAnswer):
         return {"text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _score(choice: Any) -> float:
+def _score(choice):
     """Returns the score by which `best_of` selects choices, as in `engine.search.n_best`; 0 without new tokens."""
     tokens = choice.generated
     return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score() if tokens else 0.0
@@ -370,7 +370,7 @@ def sse(content: dict[str, Any], name: str | None = None) -> bytes:
     return f"{'' if name is None else f'event: {name}\n'}data: {text}\n\n".encode()
 
 
-def _as_api_error(error: Exception | None) -> APIError:
+def _as_api_error(error):
     """Returns the error to send to the client for a failed request to the engine, and logs the cause."""
     if isinstance(error, APIError):
         return error

@@ -5,19 +5,18 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from importlib import resources
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
-from dsv4_jax.serve.answers import Answer, CompletionAnswer, EventStream
+from dsv4_jax.serve.answers import CompletionAnswer, EventStream
 from dsv4_jax.serve.async_engine import AsyncEngine
 from dsv4_jax.serve.chat_answers import ChatAnswer, MessagesAnswer, ResponsesAnswer, TokenCount
 from dsv4_jax.serve.errors import MESSAGES_PATH, APIError, unavailable
@@ -40,13 +39,13 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
     service = Service(engine, tokenizer, options)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette):
+    async def lifespan(app):
         """Runs the engine's thread while the application runs."""
         engine.start()
         yield
         await engine.stop()
 
-    async def answer_error(request: Request, error: Exception) -> Response:
+    async def answer_error(request, error):
         """Turns an exception of an endpoint into a response."""
         if isinstance(error, HTTPException):
             message = f"{request.method} {request.url.path[:200]}: {error.detail}"
@@ -96,7 +95,7 @@ class AuthMiddleware:
         paths = [route.path for route in scope["app"].routes]
         label = scope["path"] if scope["path"] in paths else "other"
 
-        async def count(message: Message) -> None:
+        async def count(message):
             """Sends a message, and counts the response at its start."""
             if message["type"] == "http.response.start":
                 self._service.metrics.responses.labels(label, message["status"]).inc()
@@ -106,7 +105,7 @@ class AuthMiddleware:
         app = self._app if refusal is None else refusal.response(scope["path"])
         await app(scope, receive, count)
 
-    def _refuse(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
+    def _refuse(self, path, headers):
         """Returns the error for a request that is not authorized, or None."""
         hosts = self._service.options.allowed_hosts
         for name in (b"host", b"origin"):
@@ -118,14 +117,14 @@ class AuthMiddleware:
             return APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
         return None
 
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+    def _has_key(self, headers):
         key = self._service.options.api_key
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
         sent = token.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # for Anthropic's clients
         return key is None or hmac.compare_digest(sent, key.encode())
 
 
-def _host_of(header: bytes) -> str:
+def _host_of(header):
     """Returns the host's name in a header Host or Origin, without scheme and port."""
     _, _, address = header.decode("latin-1").rpartition("//")
     try:
@@ -134,31 +133,31 @@ def _host_of(header: bytes) -> str:
         return address
 
 
-def _service(request: Request) -> Service:
+def _service(request):
     return request.app.state.service
 
 
-async def _demo(request: Request) -> Response:
+async def _demo(request):
     return FileResponse(str(resources.files("dsv4_jax.serve") / "demo.html"), media_type="text/html")
 
 
-async def _health(request: Request) -> Response:
+async def _health(request):
     alive = _service(request).engine.alive
     return JSONResponse({"status": "ok" if alive else "the engine's thread has ended"}, 200 if alive else 503)
 
 
-async def _ready(request: Request) -> Response:
+async def _ready(request):
     service = _service(request)
     ready = service.engine.ready and not service.stopping
     status = "ready" if ready else "stopping" if service.stopping else "compiling programs"
     return JSONResponse({"status": status}, 200 if ready else 503)
 
 
-async def _metrics(request: Request) -> Response:
+async def _metrics(request):
     return Response(_service(request).metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def _models(request: Request) -> Response:
+async def _models(request):
     """Describes the model that the path names, or lists all models."""
     service = _service(request)
     name = request.path_params.get("name")
@@ -174,16 +173,16 @@ async def _models(request: Request) -> Response:
     return JSONResponse({"id": name} | model)
 
 
-def _check_model(service: Service, name: str) -> None:
+def _check_model(service, name):
     if name not in (models := service.options.models):
         message = f"there is no model {name[:200]!r}; this server has {', '.join(map(repr, models))}"
         raise APIError(404, message, param="model", code="model_not_found")
 
 
-def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
+def _answer(kind):
     """Returns the endpoint whose answers are of the class `kind`."""
 
-    async def endpoint(request: Request) -> Response:
+    async def endpoint(request):
         service = _service(request)
         start = time.monotonic()
         if service.stopping:
@@ -204,7 +203,7 @@ def _answer(kind: type[Answer]) -> Callable[[Request], Awaitable[Response]]:
     return endpoint
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request, limit):
     """Receives the body of a request, of at most `limit` bytes.
 
     The content type must be application/json. Browsers let pages of other sites send simpler types without asking.
@@ -229,10 +228,10 @@ async def _read(request: Request, limit: int) -> bytes:
     return bytes(content)
 
 
-async def _complete_or_cancel(request: Request, answer: Answer) -> Response:
+async def _complete_or_cancel(request, answer):
     """Waits for the complete answer and returns it. If the client disconnects first, cancels the answer's requests."""
 
-    async def cancel_at_disconnect() -> None:
+    async def cancel_at_disconnect():
         while (await request.receive())["type"] != "http.disconnect":
             pass
         answer.cancel()

@@ -86,7 +86,7 @@ class Generation:
             self._has_news.clear()
         return update
 
-    def _put(self, update: Update) -> None:
+    def _put(self, update):
         """Queues an update. Unless the update is a failure, it replaces a queued update of the same request."""
         self._has_news.set()
         for i, earlier in enumerate(self._updates):

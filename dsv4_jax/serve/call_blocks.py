@@ -88,7 +88,7 @@ class CallBlocks:
             chunks += self._release()
         return chunks
 
-    def _release(self) -> list[recipe.InferenceChunk]:
+    def _release(self):
         """Returns the first held token as text. Adds the other held tokens again, because a block may begin there."""
         _, *tokens = self._held
         self._held = []

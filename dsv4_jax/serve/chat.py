@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -161,7 +161,7 @@ class Chat:
         self._check(conversation)
         return Converted(request, conversation, parsing)
 
-    def _check(self, conversation: recipe.Conversation) -> None:
+    def _check(self, conversation):
         messages = conversation.messages
         needs = {
             "tools": conversation.tools or any(m.tool_calls or m.role == "tool" for m in messages),
@@ -230,10 +230,10 @@ class ReleaseChat(Chat):
         self._encoding = self._encoding_type().with_special_tokens(self._names).with_tokenizer(self._decoder)
         self._call_begin = tokenizer.encode(f"\n\n<{self.call_tags.start}\n").ids
 
-    def _check(self, conversation: recipe.Conversation) -> None:
+    def _check(self, conversation):
         pass
 
-    def _encode(self, conversation: recipe.Conversation, effort: int | None) -> list[int]:
+    def _encode(self, conversation, effort):
         """Returns the prompt as token ids, with past answers as deepseek-recipe encodes them."""
         name = conversation.reasoning_effort
         if self._is_april:
@@ -292,7 +292,7 @@ class V41Chat(ReleaseChat):
     _version = recipe.ModelVersion.DeepseekV41Flash
     _encoding_type = recipe.DeepseekV41Encoding
 
-    def _encode(self, conversation: recipe.Conversation, effort: int | None) -> list[int]:
+    def _encode(self, conversation, effort):
         if effort is None or not conversation.thinking_mode:
             return self._encoding.encode(conversation)
         # deepseek-recipe takes names only. It writes "high" as 75, the first number of the prompt. The release's
@@ -337,7 +337,7 @@ def find_release(folder: Path, config: DSV4Config) -> Release:
     return "april" if file.exists() and "dspark_block_size" not in json.loads(file.read_text()) else "0731"
 
 
-def _find_field(kind: type, body: dict[str, Any], message: str) -> str | None:
+def _find_field(kind, body, message):
     """Finds the field of a body, or the item of a field, that causes an error of deepseek-recipe.
 
     Returns the name of the field or item, such as "messages[3]", which alone causes the same error message. Returns
@@ -354,7 +354,7 @@ def _find_field(kind: type, body: dict[str, Any], message: str) -> str | None:
     return None
 
 
-def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> recipe.Conversation:
+def _as_in_messages(conversation, body):
     """Returns a conversation with the features of Anthropic's Messages that deepseek-recipe does not convert.
 
     These are the continuation of a final message by the assistant, the tool choice "any", and the answer's schema.
@@ -371,7 +371,7 @@ def _as_in_messages(conversation: recipe.Conversation, body: dict[str, Any]) -> 
     return _changed(conversation, **changes)
 
 
-def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
+def _in_place(messages):
     """Yields the messages in a form in which the encoding keeps their order.
 
     The encoding would move system messages to the front. A system message that follows a message of another role
@@ -385,7 +385,7 @@ def _in_place(messages: Sequence[recipe.Message]) -> Iterator[recipe.Message]:
         yield message
 
 
-def _changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Conversation:
+def _changed(conversation, **changes):
     """Returns a copy of a conversation in which the given fields are replaced."""
     names = (
         "messages",
@@ -402,13 +402,13 @@ def _changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Conver
     return recipe.Conversation(**fields | changes)
 
 
-def _without_reasoning(message: recipe.Message) -> tuple[str, list[tuple[str, str, Any]]]:
+def _without_reasoning(message):
     """Returns (text, [(id, name, arguments) of each tool call]). Arguments are parsed, since clients reformat JSON."""
     calls = message.tool_calls or []
     return message.content, [(call.id, call.name, _parsed(call.arguments)) for call in calls]
 
 
-def _parsed(arguments: str) -> Any:
+def _parsed(arguments):
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -2,12 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import deepseek_recipe as recipe
-import numpy as np
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
@@ -78,17 +77,17 @@ class ParsedChoice(Choice):
         self._events = []
         return events
 
-    def _add(self, token: int) -> str:
+    def _add(self, token):
         return self._push(self._source.add(token), 1)
 
-    def _finish(self) -> str:
+    def _finish(self):
         return self._push(self._source.finish())
 
     @property
-    def _is_stopped(self) -> bool:
+    def _is_stopped(self):
         return self._processor.finished or self._source.stopped
 
-    def _push(self, new: str | list[recipe.InferenceChunk], num_tokens: int = 0) -> str:
+    def _push(self, new, num_tokens=0):
         """Passes text or chunks to the parser. Returns "" instead of new text, because the events hold the text."""
         for chunk in [recipe.InferenceChunk.text(new, num_tokens)] if isinstance(new, str) else new:
             if self._processor.finished:
@@ -120,15 +119,15 @@ class ParsedAnswer(Answer):
         """
         raise NotImplementedError
 
-    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _as_sent(self, part):
         """Completes an event or an answer of deepseek-recipe to the form that clients of the protocol expect."""
         return part
 
-    def _make_generator(self) -> Any:
+    def _make_generator(self):
         """Returns deepseek-recipe's generator of the protocol's events."""
         return self.request_type.chunk_generator(self._converted.request, self._id, self._body.model)
 
-    def _encode(self) -> Sequence[Sequence[int]]:
+    def _encode(self):
         """Returns the prompt, converted and encoded from the body. Sets the answer's grammar and sampling defaults."""
         if self._service.chat is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
@@ -160,7 +159,7 @@ class ParsedAnswer(Answer):
             raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
         return [prompt]
 
-    def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
+    def _new_choice(self, index, prompt):
         processor, blocks = self._chat.parser(self._converted, self._make_generator())
         stops = [*self._chat.stops, *self._converted.parsing.stop_sequences]
         return ParsedChoice(
@@ -172,7 +171,7 @@ class ParsedAnswer(Answer):
             remember=self._remember,
         )
 
-    def _remember(self, response: dict[str, Any], tokens: list[int]) -> None:
+    def _remember(self, response, tokens):
         """Stores a complete answer, so that a later prompt that contains the answer has the same tokens.
 
         A client sends an answer back as JSON, which is converted to a message. The answer is stored as this message.
@@ -188,10 +187,10 @@ class ParsedAnswer(Answer):
         message = next(m for m in repeated.conversation.messages if m.role == "assistant")
         self._chat.remember(self._prompts[0].tolist(), message, tokens)
 
-    def _events(self, choice: Any) -> list[bytes]:
+    def _events(self, choice):
         return [sse(self._as_sent(event), name) for name, event in choice.take_events()]
 
-    def _response(self) -> Response:
+    def _response(self):
         return JSONResponse(self._as_sent(self.choices[0].response))
 
 
@@ -206,21 +205,21 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     response_type = recipe.ChatCompletionResponse
     _body: ChatBody
 
-    def _max_tokens(self, room: int) -> int:
+    def _max_tokens(self, room):
         return self._body.max_completion_tokens or self._body.max_tokens or max(room, 1)
 
-    def _json(self, choice: Any) -> dict[str, Any]:
+    def _json(self, choice):
         content = choice.response["choices"][0]
         message = {"refusal": None, "annotations": []} | content["message"]
         return content | {"message": message, "logprobs": self._logprobs(choice.scored)}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self):
         usages = [choice.response["usage"] for choice in self.choices]
         details = [usage.get("completion_tokens_details", {}) for usage in usages]
         reasoning_tokens = sum(detail.get("reasoning_tokens", 0) for detail in details)
         return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
-    def _chunks(self, choice: Any) -> list[dict[str, Any]]:
+    def _chunks(self, choice):
         chunks = [event["choices"][0] for _, event in choice.take_events()]
         if self._body.num_top is not None:
             chunks = chunks or [{"delta": {}, "finish_reason": None}]
@@ -230,7 +229,7 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     def _logprobs(self, tokens):
         return None if self._body.num_top is None else self._service.names.of_chat(tokens)
 
-    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+    def _sent_back(self, response):
         message = response["choices"][0]["message"]
         calls = message.get("tool_calls") or []
         results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
@@ -247,7 +246,7 @@ class ResponsesAnswer(ParsedAnswer):
     _body: ResponsesBody
     _num_events = 0
 
-    def _make_generator(self) -> Any:
+    def _make_generator(self):
         body = self._body.asked()
         body["text"] = {"verbosity": "medium"} | body.get("text", {})
         request = recipe.ResponsesRequest(body)
@@ -260,10 +259,10 @@ class ResponsesAnswer(ParsedAnswer):
         left_out = ", ".join(f"tools[{i}] ({ascii(kind[:40])})" for i, kind in some)
         return {"Warning": f'299 - "left out, since this server runs no tools: {left_out}"'} if left_out else {}
 
-    def _max_tokens(self, room: int) -> int:
+    def _max_tokens(self, room):
         return self._body.max_output_tokens or max(room, 1)
 
-    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _as_sent(self, part):
         self._num_events += 1
         response = part.get("response", part)
         if self._body.effort is not None and "reasoning" in response:
@@ -273,13 +272,13 @@ class ResponsesAnswer(ParsedAnswer):
             usage["total_tokens"] = usage["input_tokens"] + usage["output_tokens"]
         return part
 
-    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+    def _sent_back(self, response):
         items = response["output"]
         calls = [item for item in items if "call_id" in item]
         results = [{"type": f"{call['type']}_output", "call_id": call["call_id"], "output": ""} for call in calls]
         return {"input": [*items, *results]}
 
-    def _error_event(self, error: APIError) -> bytes:
+    def _error_event(self, error):
         event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return sse(event | {"sequence_number": self._num_events}, "error")
 
@@ -301,11 +300,11 @@ class MessagesAnswer(ParsedAnswer):
     )
     _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
 
-    def _make_generator(self) -> Any:
+    def _make_generator(self):
         # `thinking_mode=True` would begin each answer with a block of thinking, even an empty one.
         return recipe.MessagesChunkGenerator(self._id, self._body.model, thinking_mode=False)
 
-    def _as_sent(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _as_sent(self, part):
         for name in part.keys() & {"message", "content_block", "delta"}:
             part[name] = self._as_sent(part[name])
         if "content" in part:
@@ -319,16 +318,16 @@ class MessagesAnswer(ParsedAnswer):
                 part["stop_reason"] = "model_context_window_exceeded"
         return self._block_fields.get(part.get("type", ""), {}) | part
 
-    def _max_tokens(self, room: int) -> int:
+    def _max_tokens(self, room):
         return min(self._body.max_tokens, max(room, 1))
 
-    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+    def _sent_back(self, response):
         blocks = response["content"]
         calls = [block for block in blocks if block["type"] == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": call["id"]} for call in calls]
         return {"messages": [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]}
 
-    def _error_event(self, error: APIError) -> bytes:
+    def _error_event(self, error):
         return sse(error.anthropic_body, "error")
 
 
@@ -337,8 +336,8 @@ class TokenCount(MessagesAnswer):
 
     body_type = CountBody
 
-    def _check_limit(self) -> int:
+    def _check_limit(self):
         return 0
 
-    def _response(self) -> Response:
+    def _response(self):
         return JSONResponse({"input_tokens": len(self._prompts[0])})

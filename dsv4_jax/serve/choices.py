@@ -8,7 +8,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import TokenBytes
-from dsv4_jax.decode import TopLogprobs
 from dsv4_jax.serve.async_engine import Update
 
 
@@ -113,21 +112,21 @@ class Choice:
         self.new_text = new_text
         self.new_tokens = self.scored[num_earlier:]
 
-    def _add(self, token: int) -> str:
+    def _add(self, token):
         """Adds a token to the text. Returns the text that can be shown now."""
         return self._source.add(token)
 
-    def _finish(self) -> str:
+    def _finish(self):
         """Returns the text that is still held back. It is called after the final token."""
         return self._source.finish()
 
     @property
-    def _is_stopped(self) -> bool:
+    def _is_stopped(self):
         """Whether a stop string was found, which ends the text."""
         return self._source.stopped
 
 
-def _pairs(top: TopLogprobs) -> list[list[tuple[int, float]]]:
+def _pairs(top):
     """Returns a list of (id, log-probability) pairs for each position."""
     logprobs = np.maximum(top.logprobs, _MIN_LOGPROB).tolist()
     return [list(zip(ids, row, strict=True)) for ids, row in zip(top.ids.tolist(), logprobs, strict=True)]
@@ -141,7 +140,7 @@ class TokenNames:
         self._bytes = None if tokenizer is None else TokenBytes(tokenizer)
         self.name = functools.cache(self._name)
 
-    def _name(self, token: int) -> tuple[str, list[int] | None]:
+    def _name(self, token):
         """Returns (text, bytes) of a token. As OpenAI does, shows a part of a character as `bytes:\\xe2\\x82`."""
         content = str(token).encode() if self._bytes is None else self._bytes[token]
         if content is None:

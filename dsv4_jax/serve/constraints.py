@@ -1,8 +1,10 @@
-"""Grammars that constrain answers to the form that a client asks for: JSON, a regular expression, or tool calls."""
+"""Grammars that constrain answers to the form that a client asks for: JSON, a regular expression, or tool calls.
+
+A schema is a JSON schema, which is a dict or a bool. Before it is validated, it may be any JSON value.
+"""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import deepseek_recipe as recipe
 from llguidance import regex_to_lark
@@ -11,8 +13,6 @@ from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
 from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, CallTags
 
 
-# A `Schema` is a JSON schema, which is a dict or a bool. Before it is validated, it may be any JSON value.
-Schema = Any
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 # At the top of a tool's schema, the grammar of the tool's calls takes these keywords into account.
@@ -24,11 +24,6 @@ _PARTS_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "de
 _WITH_PARTS = (*_PARTS_BY_NAME, "prefixItems", "items", "anyOf", "oneOf", "allOf", "additionalProperties")
 _WITH_PARTS += ("additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 _WITH_PARTS += ("unevaluatedItems", "unevaluatedProperties")
-
-# An `_Enforce` is a function that replaces a schema by one that a grammar can enforce. Its arguments are the schema,
-# the whole schema that contains it, and the name of a strict tool. The name is None for other tools, and "" for the
-# schema of the answer.
-_Enforce = Callable[[Schema, Schema, str | None], Schema]
 
 
 def compile_form(
@@ -66,8 +61,8 @@ def compile_form(
     if any(message.prefix for message in conversation.messages):
         raise ValueError("a continued message takes any text")
 
-    def lark(enforce: _Enforce) -> str:
-        """Returns the grammar as text. `enforce` replaces the schemas in it."""
+    def lark(enforce):
+        """Returns the grammar as text. `enforce` replaces the schemas in it, see `_enforced`."""
         rules = [r"ANY: /(.|\n)*/"]
         match kind:
             case "json_object":
@@ -94,10 +89,15 @@ def compile_form(
         return compile_lark(lark(_enforced))
 
 
-def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
-    """Returns the given schema if a grammar can enforce it. The arguments are those of `_Enforce`.
+def _enforced(schema, whole, strict_tool):
+    """Returns the given schema if a grammar can enforce it.
 
     If it cannot, a tool that is not strict gets a schema that allows any value. In all other cases, raises ValueError.
+
+    Args:
+      schema: the schema.
+      whole: the whole schema that contains it.
+      strict_tool: name of a strict tool; None for other tools, and "" for the schema of the answer.
     """
     is_lenient = strict_tool is None
     if not (fault := json_fault(schema, is_lenient)):
@@ -110,7 +110,7 @@ def _enforced(schema: Schema, whole: Schema, strict_tool: str | None) -> Schema:
     raise ValueError(f"{part}: {fault}")
 
 
-def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str] | None:
+def _deepest_fault(schema, whole):
     """Returns (path, reason) of the first part of a schema that cannot be enforced, although its own parts can.
 
     Returns None if the schema can be enforced. References are looked up in `whole`, a result of `_moved`.
@@ -125,7 +125,7 @@ def _deepest_fault(schema: Schema, whole: Schema) -> tuple[tuple[str, ...], str]
     return ((), fault) if fault else None
 
 
-def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
+def _parts(schema):
     """Yields (path, schema) of the schemas that are direct parts of a schema."""
     if not isinstance(schema, dict):
         return
@@ -139,20 +139,18 @@ def _parts(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
             yield (key,), value
 
 
-def _moved(schema: Schema) -> Schema:
+def _moved(schema):
     """Rewrites a schema's references, so that they stay valid if it becomes the definition `_` of another schema."""
     return json.loads(json.dumps(schema).replace('"$ref": "#', '"$ref": "#/$defs/_'))
 
 
-def _alone(part: Schema, moved: Schema) -> Schema:
+def _alone(part, moved):
     """Returns a part of a schema. If the part has references, adds `moved`, which they refer to, as a definition."""
     has_references = isinstance(part, dict) and '"$ref"' in json.dumps(part)
     return part | {"$defs": {"_": moved}} if has_references else part
 
 
-def _call_rules(
-    tools: Sequence[recipe.ToolDefinition], tags: CallTags, strict: Collection[str], enforce: _Enforce
-) -> list[str]:
+def _call_rules(tools, tags, strict, enforce):
     """Returns the grammar's rules for a block of tool calls, from the end of its opening tag on."""
     rules = [
         rf'calls: call ("\n" call)* "\n" {_close(tags.block)}',
@@ -173,7 +171,7 @@ def _call_rules(
     return rules
 
 
-def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str | None, Schema, bool]]:
+def _parameters(schema, strict_tool):
     """Yields (name, schema, whether it is required) of each parameter of a tool.
 
     With the name None, the schema is that of any number of parameters with any names. Raises ValueError if a strict
@@ -199,7 +197,7 @@ def _parameters(schema: Schema, strict_tool: str | None) -> Iterator[tuple[str |
         yield None, _alone(additional, moved), False
 
 
-def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
+def _values(name, schema, is_strict):
     """Returns the grammar's alternatives for a parameter. Strings are written as they are, other values as JSON."""
     schema = {} if schema is True else schema
     strings, json_schema = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
@@ -209,7 +207,7 @@ def _values(name: str | None, schema: Schema, is_strict: bool) -> list[str]:
     return values
 
 
-def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema | None]:
+def _split(schema, is_strict):
     """Divides a schema into strings, which calls write as they are, and values that calls write as JSON.
 
     Strings of a strict tool are written as JSON, too, if the schema has keywords that rules for plain strings cannot
@@ -241,7 +239,7 @@ def _split(schema: dict[str, Any], is_strict: bool) -> tuple[list[str], Schema |
     return [], schema
 
 
-def _parameter(name: str | None, is_string: bool, value: str) -> str:
+def _parameter(name, is_string, value):
     """Returns the grammar's text for a parameter with a value, closing tag included. The name None = any name."""
     end = f'" string="{str(is_string).lower()}">'
     if name is not None:
@@ -249,7 +247,7 @@ def _parameter(name: str | None, is_string: bool, value: str) -> str:
     return rf'"<" dsml {_quote('parameter name="')} NAME {_quote(end)} {value} "\n"'
 
 
-def _may_be_string(schema: Schema) -> bool:
+def _may_be_string(schema):
     """Returns whether a schema may allow strings. A reference counts as a schema without strings."""
     if not isinstance(schema, dict):
         return schema is True
@@ -260,11 +258,11 @@ def _may_be_string(schema: Schema) -> bool:
     return any(map(_may_be_string, choices)) if isinstance(choices, list) else "$ref" not in schema
 
 
-def _close(tag: str) -> str:
+def _close(tag):
     """Returns the grammar's text for a closing tag."""
     return f'"</" dsml {_quote(tag + ">")}'
 
 
-def _quote(text: str) -> str:
+def _quote(text):
     """Returns a text as a literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)

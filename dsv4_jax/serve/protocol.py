@@ -3,7 +3,7 @@
 import itertools
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -73,7 +73,7 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unused(cls, body: Any) -> Any:
+    def _drop_unused(cls, body):
         """Removes null fields and fields without effect. Other unsupported fields stay, up to `_MAX_ERRORS` of them."""
         if not isinstance(body, dict):
             return body
@@ -112,17 +112,17 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] = False
 
 
-def _listed(stop: Any) -> Any:
+def _listed(stop):
     """Returns a list of stop strings, also for a single one."""
     return [stop] if isinstance(stop, str) else stop
 
 
-def _greedy_if_tiny(temperature: Any) -> Any:
+def _greedy_if_tiny(temperature):
     """Returns 0 for a temperature below the smallest that the engine takes."""
     return 0.0 if isinstance(temperature, float) and 0 < temperature < 1e-5 else temperature
 
 
-def _check_effort(effort: Any) -> Any:
+def _check_effort(effort):
     if not isinstance(effort, str) and not (type(effort) is int and 1 <= effort <= 100):
         raise ValueError(f"{effort!r:.40} must be the name of an effort, such as 'low', or an integer from 1 to 100")
     return effort
@@ -162,7 +162,7 @@ class GenerationBody(_Body):
         return None
 
 
-def _as_prompts(prompt: Any) -> Any:
+def _as_prompts(prompt):
     """Returns a list of prompts, also for a single prompt, which is text or a list of token ids."""
     is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
     return [prompt] if is_one else prompt
@@ -178,7 +178,7 @@ class CompletionBody(GenerationBody):
     echo: bool = False
 
     @model_validator(mode="after")
-    def _agree(self) -> "CompletionBody":
+    def _agree(self):
         best_of = self.best_of or self.n
         if best_of < self.n:
             raise ValueError(f"{best_of=} must be at least n={self.n}")
@@ -228,7 +228,7 @@ class Message(_Body):
     _unused = ("annotations", "provider_specific_fields", "cache_control", "prompt_cache_breakpoint")
 
     @model_validator(mode="after")
-    def _agree(self) -> "Message":
+    def _agree(self):
         if self.content is None and self.role != "assistant":
             raise ValueError("content: this field is needed")
         return self
@@ -288,7 +288,7 @@ class _ChatBody(GenerationBody):
         return asked, set(_take_strict(asked.get("tools", [])))
 
 
-def _take_strict(tools: list[Any], namespace: str = "") -> Iterator[str]:
+def _take_strict(tools, namespace=""):
     """Removes the field `strict` from tools. Yields the names of strict tools, as deepseek-recipe writes them."""
     for tool in tools:
         if not isinstance(tool, dict):
@@ -313,7 +313,7 @@ class ChatBody(_ChatBody):
     reasoning_effort: _Effort | None = None
 
     @model_validator(mode="after")
-    def _agree(self) -> "ChatBody":
+    def _agree(self):
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs: true")
         return self
@@ -344,13 +344,13 @@ class _OneAnswerBody(_ChatBody):
     _tool_types: ClassVar[tuple[str, ...]]
 
     @model_validator(mode="after")
-    def _agree(self) -> "_OneAnswerBody":
+    def _agree(self):
         for name in ("input", "messages", "system"):
             self._check_types(getattr(self, name, None), name, self._types)
         return self
 
     @classmethod
-    def _check_types(cls, items: Any, name: str, types: tuple[str, ...]) -> None:
+    def _check_types(cls, items, name, types):
         items = items if isinstance(items, list) else []
         if len(items) > _MAX_ITEMS:
             raise ValueError(f"{name}: {len(items)} items are more than {_MAX_ITEMS}")
@@ -440,7 +440,7 @@ class MessagesBody(_OneAnswerBody):
     _tool_types = ("custom",)
 
     @model_validator(mode="after")
-    def _can_be_kept(self) -> "MessagesBody":
+    def _can_be_kept(self):
         self._check_types(self.tools, "tools", self._tool_types)
         if (kind := self.tool_choice.type) in ("any", "tool") and self.thinking.get("type", "disabled") != "disabled":
             raise ValueError(f"tool_choice: {kind!r} needs thinking: {{'type': 'disabled'}}")
@@ -491,7 +491,7 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
     raise APIError(400, shown + more, param=str(location[0])[:_MAX_NAME] if location else None)
 
 
-def _explain(wrong: Mapping[str, Any]) -> str:
+def _explain(wrong):
     """Returns text that says which field is wrong, and why."""
     places = [part for part in wrong["loc"] if not str(part).startswith("<")]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in places).strip(".")[:_MAX_NAME]

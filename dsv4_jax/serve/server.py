@@ -30,7 +30,7 @@ class _Protocol(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport):
         super().connection_made(transport)
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _SPARE_DESCRIPTORS:
             connections: Any = self.connections  # all of this class
@@ -41,19 +41,19 @@ class _Protocol(H11Protocol):
                 return
         self._watch_head()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc):
         super().connection_lost(exc)
         self._stop_watching()
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data):
         super().data_received(data)
         self._watch_head()
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, msg):
         """Sends an error in the API's format, in place of uvicorn's answer in plain text."""
         self._refuse(APIError(400, msg))
 
-    def _watch_head(self) -> None:
+    def _watch_head(self):
         """Starts the timer if a request's head is expected and no timer runs. Stops it when the head is complete."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_watching()
@@ -61,12 +61,12 @@ class _Protocol(H11Protocol):
             error = APIError(408, f"the head of the request did not arrive within {_HEAD_SECONDS:g} seconds")
             self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._refuse, error)
 
-    def _stop_watching(self) -> None:
+    def _stop_watching(self):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, error: APIError) -> None:
+    def _refuse(self, error):
         """Sends an error, unless a response has begun already, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             response = error.response()
