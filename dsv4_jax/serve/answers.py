@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +29,6 @@ from dsv4_jax.serve.service import Service
 _log = logging.getLogger("dsv4_jax.serve")
 # An answer may have at most this number of log-probabilities. Each takes some hundred bytes of memory until it is sent.
 _MAX_LOGPROBS = 2**21
-_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 _KEEP_ALIVE_SECONDS = 10.0  # a stream sends something at least this often, because proxies close silent connections
 
 
@@ -79,7 +78,7 @@ class Answer:
         if body.stop and service.tokenizer is None:
             raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
         self._grammar: Grammar | None = None
-        self._release_sampling: dict[str, float] = {}  # the release's values, used where the client gives no value
+        self._top_p = body.top_p
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
         self._limit = self._check_limit()
@@ -135,7 +134,7 @@ class Answer:
                 self._prompts,
                 n=self._samples,
                 max_new_tokens=max(self._limit, 1),
-                sampling=SamplingParams(**body.model_dump(include=_SAMPLING_FIELDS) | self._release_sampling),
+                sampling=SamplingParams(body.temperature, body.top_k, self._top_p),
                 seed=secrets.randbits(32) if body.seed is None else body.seed,
                 stop_tokens=(*ends, *body.stop_token_ids),
                 top_logprobs=body.num_top or 0,
@@ -167,7 +166,7 @@ class Answer:
                 if choice is None:
                     yield self._keep_alive
                     continue
-                for event in await run_off_loop(len(choice.new_tokens), self._events, choice):
+                for event in await _run_off_loop(len(choice.new_tokens), self._events, choice):
                     yield event
             for event in self._last_events():
                 yield event
@@ -210,7 +209,7 @@ class Answer:
             elif num_new:
                 metrics.first_token_seconds.observe(now - self._start)
             choice.last_seconds = now
-            await run_off_loop(0 if choice.scored else len(choice.prompt), choice.take, update)
+            await _run_off_loop(0 if choice.scored else len(choice.prompt), choice.take, update)
             if choice.finish_reason is not None and update.finish_reason is None:  # a stop string ended the text
                 self._generation.cancel(choice.index)
             yield choice
@@ -359,7 +358,7 @@ def _score(choice):
     return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score() if tokens else 0.0
 
 
-async def run_off_loop[*Args, T](tokens: int, function: Callable[[*Args], T], *args: *Args) -> T:
+async def _run_off_loop(tokens, function, *args):
     """Calls a function that handles `tokens` tokens, outside the event loop's thread if these are more than 100."""
     return await asyncio.to_thread(function, *args) if tokens > 100 else function(*args)
 

@@ -142,7 +142,7 @@ class ParsedAnswer(Answer):
             raise APIError(400, message, param=field.partition(".")[0])
         default_top_p = self._converted.request.inference_options.top_p
         if "top_p" not in self._body.model_fields_set and default_top_p is not None:
-            self._release_sampling = {"top_p": round(default_top_p, 6)}
+            self._top_p = round(default_top_p, 6)  # the release's, since the client gives none
         prompt = self._chat.encode(self._converted.conversation, effort)
         try:
             self._grammar = compile_form(
