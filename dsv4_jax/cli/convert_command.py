@@ -7,8 +7,8 @@ import tyro
 from rich.console import Console
 
 from dsv4_jax.cli import startup
-from dsv4_jax.cli.expert_plan import number_table
 from dsv4_jax.cli.options import Command
+from dsv4_jax.cli.weight_plan import number_table
 
 
 class ConvertCommand(Command):

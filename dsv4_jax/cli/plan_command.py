@@ -10,7 +10,6 @@ import tyro
 from rich.console import Console
 
 from dsv4_jax.cli import options
-from dsv4_jax.cli.expert_plan import expert_table, number_table, plan_experts
 from dsv4_jax.cli.options import (
     CacheFormat,
     Command,
@@ -20,7 +19,7 @@ from dsv4_jax.cli.options import (
     JsonFlag,
     MeshOption,
 )
-from dsv4_jax.cli.weight_plan import plan_weights, weight_table
+from dsv4_jax.cli.weight_plan import expert_table, number_table, plan_experts, plan_weights, weight_table
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.data import block_tokens
 from dsv4_jax.parallel.mesh import check_context_parallel

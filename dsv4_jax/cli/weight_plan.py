@@ -1,11 +1,12 @@
-"""The part of `dsv4-jax plan` for weights: their bytes on each device of a mesh, by kind."""
+"""The parts of `dsv4-jax plan` for weights: their bytes on each device by kind, and experts in host memory."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from rich.table import Table
 
-from dsv4_jax.cli.expert_plan import number_table
-from dsv4_jax.common.sizes import readable_bytes
+from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.parallel.mesh import abstract_mesh
 
@@ -22,6 +23,10 @@ KINDS = {
     "hyper-connections": ("_hc.", ".hc_head."),
     "norms and others": ("",),
 }
+SKEWS = 0.0, 1.0  # skews of the estimates, see `selection_shares`
+TOKENS = 1, 8, 32  # numbers of tokens in a step of the estimates
+HOST_PAGE = 2 << 20  # bytes of a page in which `CudaMemory` maps host memory
+STEP_TOKENS = 256  # number of tokens of the largest step of `generate` and `serve` by default
 
 
 def plan_weights(
@@ -68,4 +73,133 @@ def weight_table(weights: Mapping[str, Mapping[str, int]]) -> Table:
     table = number_table(title, "bytes of", "model", "a device", "of which replicated")
     for kind, row in (*weights.items(), ("sum", sums)):
         table.add_row(kind, *(f"{count:,}" for count in row.values()), style="bold" if kind == "sum" else None)
+    return table
+
+
+def plan_experts(config: DSV4Config, expert_memory: str, memory: int, cache_bytes: int, gpu: str) -> dict[str, Any]:
+    """Decides how many experts lie in host memory, as `ExpertMemory.plan` does, and estimates the time of steps.
+
+    Args:
+      config: configuration of the model, whose weights are stored as in the release.
+      expert_memory: bytes of GPU memory for routed experts, such as "60GB". "auto" = the memory that the other weights,
+        the cache and the programs leave.
+      memory: bytes of the GPU's memory.
+      cache_bytes: bytes of the cache.
+      gpu: GPU whose measured rates the estimate uses, a key of `READ_RATES`.
+
+    Returns:
+      A dictionary:
+        experts: number of experts of a layer.
+        on_host: number of experts of a layer in host memory.
+        host_bytes: bytes of the experts in host memory, in all layers.
+        weights_bytes: bytes of the GPU that weights and programs take.
+        steps: estimates, [{tokens, skew, milliseconds, misses}]; "misses" is the number of experts read from host
+          memory.
+        gpu: the argument.
+
+    Raises:
+      ValueError: the programs and all weights but the experts in host memory do not fit the GPU; layers have different
+        numbers of experts; or a matrix of an expert in host memory would not be a whole number of pages.
+    """
+    from dsv4_jax.expert_pages import TokenCost, program_bytes
+    from dsv4_jax.expert_pages.token_cost import READ_RATES
+
+    layers, experts, matrices, other_weights, routed = _count_bytes(config)
+    slice_bytes = layers * sum(matrices)  # one expert of every layer
+    programs = program_bytes(STEP_TOKENS, config)
+    budget = memory - other_weights - programs - cache_bytes
+    if expert_memory != "auto":
+        budget = parse_bytes(expert_memory, "expert_memory")
+    on_device = min(experts, max(budget, 0) // slice_bytes)
+    on_host = experts - on_device
+    needed = other_weights + on_device * slice_bytes + programs
+    if needed > memory:
+        raise ValueError(
+            f"--memory {readable_bytes(memory)} is too little for {readable_bytes(needed)}: weights, of which "
+            f"{readable_bytes(on_device * slice_bytes)} experts, and {readable_bytes(programs)} for programs"
+        )
+    if on_host and any(nbytes % HOST_PAGE for nbytes in matrices):
+        raise ValueError(
+            f"{on_host} of {experts} experts a layer would have to lie in host memory, where a matrix must "
+            f"be whole pages of {HOST_PAGE} bytes; the model's have {' and '.join(map(str, matrices))}"
+        )
+    cost = TokenCost(
+        layers=config.num_hidden_layers,
+        experts=experts,
+        chosen=config.num_experts_per_tok,
+        expert_bytes=sum(matrices),
+        # All weights but the routed experts with their scales, the draft layers, and the tables in host memory.
+        # `routed` includes the experts' codes, which `other_weights` leaves out, so the codes are added first.
+        other_bytes=other_weights + experts * slice_bytes - routed,
+        read_rate=READ_RATES[gpu],
+    )
+    return {
+        "experts": experts,
+        "on_host": on_host,
+        "host_bytes": on_host * slice_bytes,
+        "weights_bytes": needed,
+        "steps": _estimate_steps(cost, on_host),
+        "gpu": gpu,
+    }
+
+
+def _count_bytes(config):
+    """Counts the bytes of a model's weights, stored as in the release.
+
+    Returns:
+      (layers, experts, matrices, other, routed). `layers` is the number of layers with experts, and `experts` the
+      number of experts of a layer. `matrices` lists the bytes of the FP4 codes of each matrix of an expert. `other`
+      counts all weights except these codes and the tables that lie in host memory, see `TABLES`. `routed` counts the
+      experts with their scales, and the weights of the draft layers.
+    """
+    from flax import nnx
+
+    from dsv4_jax.bench.cases import tree_bytes
+    from dsv4_jax.bench.random_steps import abstract_model
+    from dsv4_jax.checkpoint.keys import TABLES, weights
+    from dsv4_jax.checkpoint.placement import expert_shapes
+    from dsv4_jax.nn.parameters import parameter_views
+
+    layers, shapes = expert_shapes(weights(config, "release"))
+    model = abstract_model(config)
+    table_bytes = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
+    code_bytes = len(layers) * sum(map(math.prod, shapes))
+    loops = model.model.layers.loops
+    routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
+    matrices = [math.prod(shape[1:]) for shape in shapes]
+    return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - table_bytes - code_bytes, routed
+
+
+def _estimate_steps(cost, on_host):
+    """Returns the field "steps" of `plan_experts`, for `on_host` experts of each layer in host memory."""
+    return [
+        {
+            "tokens": tokens,
+            "skew": skew,
+            "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
+            "misses": round(cost.misses(on_host, skew, tokens), 1),
+        }
+        for tokens in TOKENS
+        for skew in SKEWS
+    ]
+
+
+def expert_table(report: dict[str, Any]) -> Table:
+    """Returns the table of the result of `plan_experts`."""
+    title = (
+        f"{report['on_host']} of {report['experts']} experts a layer stay in host memory "
+        f"({report['host_bytes'] / 1e9:.1f} GB). Estimated milliseconds a step, {report['gpu'].upper()}"
+    )
+    table = number_table(title, "tokens of a step", "uniform routing", "skew 1")
+    for tokens in TOKENS:
+        times = [f"{row['milliseconds']:.1f}" for row in report["steps"] if row["tokens"] == tokens]
+        table.add_row(str(tokens), *times)
+    return table
+
+
+def number_table(title: str, label: str, *columns: str) -> Table:
+    """Returns an empty table, with a first column `label` for labels and further `columns` for numbers."""
+    table = Table(label, title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
     return table
