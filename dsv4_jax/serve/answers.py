@@ -316,7 +316,6 @@ class CompletionAnswer(OpenAIAnswer):
     kind = "text_completion"
     chunk_kind = "text_completion"
     body_type = CompletionBody
-    _body: CompletionBody
 
     def _encode(self):
         return [self._ids(prompt) for prompt in self._body.prompt]

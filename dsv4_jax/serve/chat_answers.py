@@ -203,7 +203,6 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     body_type = ChatBody
     request_type = recipe.ChatCompletionRequest
     response_type = recipe.ChatCompletionResponse
-    _body: ChatBody
 
     def _max_tokens(self, room):
         return self._body.max_completion_tokens or self._body.max_tokens or max(room, 1)
@@ -243,7 +242,6 @@ class ResponsesAnswer(ParsedAnswer):
     body_type = ResponsesBody
     request_type = recipe.ResponsesRequest
     response_type = recipe.ResponsesResponse
-    _body: ResponsesBody
     _num_events = 0
 
     def _make_generator(self):
@@ -292,13 +290,10 @@ class MessagesAnswer(ParsedAnswer):
     response_type = recipe.MessagesResponse
     _keep_alive = sse({"type": "ping"}, "ping")
     _too_long = "prompt is too long: {0} tokens > {2} maximum"  # clients recognize the error by these words
-    _body: MessagesBody
     # Fields that the protocol requires and deepseek-recipe leaves out, with their values.
-    _block_fields: ClassVar[dict[str, Any]] = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
-    _usage_fields: ClassVar[dict[str, Any]] = dict.fromkeys(
-        ("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")
-    )
-    _stop_fields: ClassVar[dict[str, Any]] = dict.fromkeys(("container", "stop_details"))
+    _block_fields = {"text": {"citations": None}, "tool_use": {"caller": {"type": "direct"}}}
+    _usage_fields = dict.fromkeys(("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use"))
+    _stop_fields = dict.fromkeys(("container", "stop_details"))
 
     def _make_generator(self):
         # `thinking_mode=True` would begin each answer with a block of thinking, even an empty one.
