@@ -22,7 +22,7 @@ from dsv4_jax.engine.text import AnswerText, encode, token_offsets
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
 from dsv4_jax.serve.choices import Choice
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import CompletionBody, GenerationBody
+from dsv4_jax.serve.protocol import CompletionBody, GenerationBody, JSONObject
 from dsv4_jax.serve.service import Service
 
 
@@ -264,11 +264,11 @@ class OpenAIAnswer(Answer):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def _json(self, choice: Any) -> dict[str, Any]:
+    def _json(self, choice: Any) -> JSONObject:
         """Returns the JSON of a choice in a complete answer, without its index."""
         raise NotImplementedError
 
-    def _chunks(self, choice: Any) -> list[dict[str, Any]]:
+    def _chunks(self, choice: Any) -> list[JSONObject]:
         """Returns the JSON of a choice in each new event of a stream, without its index."""
         raise NotImplementedError
 
@@ -362,7 +362,7 @@ async def _run_off_loop(tokens, function, *args):
     return await asyncio.to_thread(function, *args) if tokens > 100 else function(*args)
 
 
-def sse(content: dict[str, Any], name: str | None = None) -> bytes:
+def sse(content: JSONObject, name: str | None = None) -> bytes:
     """Returns a server-sent event with JSON as its content; `name` is the event's name."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"{'' if name is None else f'event: {name}\n'}data: {text}\n\n".encode()

@@ -18,6 +18,7 @@ from dsv4_jax.engine.grammar import with_names
 from dsv4_jax.engine.text import encode
 from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, V41_TAGS, CallBlocks
 from dsv4_jax.serve.errors import APIError
+from dsv4_jax.serve.protocol import JSONObject
 
 
 _log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class Chat:
             non_thinking_max_tokens_upper_bound=2**31 - 1,
         ).with_model_versions_by_name(dict.fromkeys(models, self._version))
 
-    def convert(self, kind: type, body: dict[str, Any]) -> Converted:
+    def convert(self, kind: type, body: JSONObject) -> Converted:
         """Converts a body to a conversation.
 
         Args:

@@ -16,7 +16,7 @@ from dsv4_jax.serve.chat import Chat, Converted
 from dsv4_jax.serve.choices import Choice
 from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError
-from dsv4_jax.serve.protocol import ChatBody, CountBody, MessagesBody, ResponsesBody
+from dsv4_jax.serve.protocol import ChatBody, CountBody, JSONObject, MessagesBody, ResponsesBody
 
 
 class ParsedChoice(Choice):
@@ -30,7 +30,7 @@ class ParsedChoice(Choice):
         response: Any,
         *,
         keeps_events: bool,
-        remember: Callable[[dict[str, Any], list[int]], None],
+        remember: Callable[[JSONObject, list[int]], None],
     ):
         """Makes an empty choice.
 
@@ -48,10 +48,10 @@ class ParsedChoice(Choice):
         self._answer = response
         self._keeps_events = keeps_events
         self._remember = remember
-        self._events: list[tuple[str | None, dict[str, Any]]] = []
+        self._events: list[tuple[str | None, JSONObject]] = []
 
     @property
-    def response(self) -> dict[str, Any]:
+    def response(self) -> JSONObject:
         """The answer so far, as JSON."""
         return json.loads(self._answer.to_json())
 
@@ -71,7 +71,7 @@ class ParsedChoice(Choice):
             if is_whole:
                 self._remember(self.response, [scored.token for scored in self.generated[:-1]])
 
-    def take_events(self) -> list[tuple[str | None, dict[str, Any]]]:
+    def take_events(self) -> list[tuple[str | None, JSONObject]]:
         """Returns (name, JSON) of each event since the preceding call; the name is None in protocols without names."""
         events = self._events
         self._events = []
@@ -106,10 +106,10 @@ class ParsedAnswer(Answer):
     response_type: ClassVar[Any]
     _body: Any
     _chat: Chat
-    _options: dict[str, Any]  # the part of the body that deepseek-recipe converts, without the conversation
+    _options: JSONObject  # the part of the body that deepseek-recipe converts, without the conversation
     _converted: Converted
 
-    def _sent_back(self, response: dict[str, Any]) -> dict[str, Any]:
+    def _sent_back(self, response: JSONObject) -> JSONObject:
         """Returns the fields of a later request's body in which a client sends this answer back.
 
         Each tool call of the answer gets an empty result, because a conversation that lacks a call's result is refused.

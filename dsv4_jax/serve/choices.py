@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import TokenBytes
 from dsv4_jax.serve.async_engine import Update
+from dsv4_jax.serve.protocol import JSONObject
 
 
 # The likeliest tokens' log-probabilities are raised to at least this number, because JSON lacks -inf. vLLM sends the
@@ -150,7 +151,7 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), list(content)
 
-    def of_completion(self, tokens: Sequence[ScoredToken], num_top: int) -> dict[str, Any]:
+    def of_completion(self, tokens: Sequence[ScoredToken], num_top: int) -> JSONObject:
         """Returns the `logprobs` of a completion. `top_logprobs` always include the token itself."""
         return {
             "tokens": [self.name(t.token)[0] for t in tokens],
@@ -159,7 +160,7 @@ class TokenNames:
             "text_offset": [t.offset for t in tokens],
         }
 
-    def of_chat(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    def of_chat(self, tokens: Sequence[ScoredToken]) -> JSONObject:
         """Returns the `logprobs` of a chat completion."""
         content = [
             self._entry(t.token, t.logprob) | {"top_logprobs": [self._entry(*pair) for pair in t.top]} for t in tokens

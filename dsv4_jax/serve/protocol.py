@@ -24,6 +24,7 @@ from dsv4_jax.common.arguments import check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
+JSONObject = dict[str, Any]
 # The values of these fields of requests are ignored, because they would not change the answer.
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
@@ -222,7 +223,7 @@ class Message(_Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking_blocks: _List[Thought] = []
-    tool_calls: _List[dict[str, Any]] = []
+    tool_calls: _List[JSONObject] = []
     tool_call_id: str | None = None
     prefix: bool = False
     _unused = ("annotations", "provider_specific_fields", "cache_control", "prompt_cache_breakpoint")
@@ -233,7 +234,7 @@ class Message(_Body):
             raise ValueError("content: this field is needed")
         return self
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JSONObject:
         """Returns the message in the form that deepseek-recipe takes. The role "developer" becomes "system" there."""
         role = "system" if self.role == "developer" else self.role
         message = self.model_dump(exclude_defaults=True, exclude={"reasoning", "thinking_blocks"})
@@ -246,10 +247,10 @@ class Message(_Body):
 class _ChatBody(GenerationBody):
     """The fields that chats share in all protocols."""
 
-    tools: _List[dict[str, Any]] = []
-    tool_choice: _TextOr[dict[str, Any]] = "auto"
+    tools: _List[JSONObject] = []
+    tool_choice: _TextOr[JSONObject] = "auto"
     effort_field: ClassVar[str]  # path of the field of reasoning effort
-    _no_thinking: ClassVar[dict[str, Any]] = {"thinking": {"type": "disabled"}}  # fields that turn reasoning off
+    _no_thinking: ClassVar[JSONObject] = {"thinking": {"type": "disabled"}}  # fields that turn reasoning off
     _form: ClassVar[tuple[str, str]]  # path of the field that holds the schema of the answer
 
     @property
@@ -258,13 +259,13 @@ class _ChatBody(GenerationBody):
         effort = operator.attrgetter(self.effort_field)(self)
         return effort if isinstance(effort, int) else None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> JSONObject:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         return self.model_dump(
             exclude_unset=True, exclude={"seed", "top_k", "stop_token_ids", "ignore_eos", "cache_salt"}
         )
 
-    def conversation(self) -> tuple[dict[str, Any], set[str]]:
+    def conversation(self) -> tuple[JSONObject, set[str]]:
         """Returns (the part of the body that deepseek-recipe converts, names of the strict tools).
 
         The fields `strict` are removed from this part, because deepseek-recipe would reduce schemas of strict tools. If
@@ -308,8 +309,8 @@ class ChatBody(_ChatBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    response_format: dict[str, Any] = {}
-    thinking: dict[str, Any] | None = None
+    response_format: JSONObject = {}
+    thinking: JSONObject | None = None
     reasoning_effort: _Effort | None = None
 
     @model_validator(mode="after")
@@ -323,7 +324,7 @@ class ChatBody(_ChatBody):
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> JSONObject:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         names = {"model", "stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
@@ -366,7 +367,7 @@ class _OneAnswerBody(_ChatBody):
 class TextOptions(_Body):
     """Options of an answer's text in Responses: its form."""
 
-    format: dict[str, Any] = {}
+    format: JSONObject = {}
 
 
 class ReasoningOptions(_Body):
@@ -383,7 +384,7 @@ class ReasoningOptions(_Body):
 class ResponsesBody(_OneAnswerBody):
     """The body of POST /v1/responses. The server does not store responses."""
 
-    input: _TextOr[_List[dict[str, Any]]]
+    input: _TextOr[_List[JSONObject]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextOptions = TextOptions()
@@ -402,7 +403,7 @@ class ResponsesBody(_OneAnswerBody):
         kinds = ((i, tool.get("type")) for i, tool in enumerate(self.tools))
         return {i: kind for i, kind in kinds if isinstance(kind, str) and kind not in self._tool_types}
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> JSONObject:
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         asked = super().asked()
         return asked | {"tools": [tool for i, tool in enumerate(asked.get("tools", ())) if i not in self.left_out]}
@@ -420,20 +421,20 @@ class OutputOptions(_Body):
     """Options of an answer in Messages: reasoning effort and form."""
 
     effort: _Effort | None = None
-    format: dict[str, Any] = {}
+    format: JSONObject = {}
 
 
 class MessagesBody(_OneAnswerBody):
     """The body of POST /v1/messages."""
 
-    messages: _List[dict[str, Any]] = Field(min_length=1)
+    messages: _List[JSONObject] = Field(min_length=1)
     max_tokens: int = Field(ge=1, lt=2**31)
-    system: _TextOr[_List[dict[str, Any]]] = ""
+    system: _TextOr[_List[JSONObject]] = ""
     stop_sequences: _Stops = []
-    thinking: dict[str, Any] = {}
+    thinking: JSONObject = {}
     output_config: OutputOptions = OutputOptions()
     tool_choice: ToolChoice = ToolChoice(type="auto")  # pyrefly: ignore
-    thread: dict[str, Any] | None = None  # a conversation stored on the server, which is not supported
+    thread: JSONObject | None = None  # a conversation stored on the server, which is not supported
     effort_field = "output_config.effort"
     _form = ("output_config", "format")
     _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -449,7 +450,7 @@ class MessagesBody(_OneAnswerBody):
             raise ValueError("output_config.format: needs type 'json_schema' and a schema")
         return self
 
-    def conversation(self) -> tuple[dict[str, Any], set[str]]:
+    def conversation(self) -> tuple[JSONObject, set[str]]:
         """Returns the same as the base class, without redacted reasoning in messages.
 
         Raises APIError if `thread` is set. The error makes Anthropic's client package send all messages instead.
