@@ -76,7 +76,7 @@ class Answer:
         self._generation: Generation | None = None
         self._samples = getattr(body, "best_of", None) or body.n
         if body.stop and service.tokenizer is None:
-            raise APIError(400, "the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
+            raise APIError("the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
         self._grammar: Grammar | None = None
         self._top_p = body.top_p
         self._check(body.stop_token_ids or [0], "stop_token_ids")
@@ -144,9 +144,9 @@ class Answer:
                 adapter=body.model if body.model in service.options.adapters else None,
             )
         except QueueFullError as error:
-            raise APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from None
+            raise APIError(str(error), 429, code="queue_full", headers={"Retry-After": "1"}) from None
         except (ValueError, TypeError) as error:
-            raise APIError(400, str(error)) from None
+            raise APIError(str(error)) from None
 
     def cancel(self) -> None:
         """Cancels the requests that still run."""
@@ -189,7 +189,7 @@ class Answer:
         while any(choice.finish_reason is None for choice in self.choices):
             seconds_left = self._start + limit - time.monotonic()
             if seconds_left <= 0:
-                raise APIError(504, f"the answer was not complete after {limit:g} seconds", code="timeout")
+                raise APIError(f"the answer was not complete after {limit:g} seconds", 504, code="timeout")
             update = await self._generation.next_update(min(_KEEP_ALIVE_SECONDS, seconds_left))
             if update is None:
                 yield None
@@ -218,7 +218,7 @@ class Answer:
         try:
             return self._service.engine.engine.manager.check_ids(ids, name)
         except (ValueError, TypeError, OverflowError) as error:
-            raise APIError(400, str(error), param=name) from None
+            raise APIError(str(error), param=name) from None
 
     def _check_size(self, count):
         """Raises APIError if samples would be equal, or the answer needs too many requests or log-probabilities.
@@ -229,20 +229,20 @@ class Answer:
         name = "best_of" if getattr(self._body, "best_of", None) else "n"
         if self._samples > 1 and self._body.temperature == 0:
             message = f"{name}={self._samples}: answers with temperature 0 would all be the same"
-            raise APIError(400, message, param=name)
+            raise APIError(message, param=name)
         if count > engine.capacity:
             message = f"{len(self._prompts)} prompts with {name}={self._samples} make {count} requests"
             message += f", the server takes {engine.capacity} at once"
-            raise APIError(400, message, param="prompt" if self._samples == 1 else name)
+            raise APIError(message, param="prompt" if self._samples == 1 else name)
         if self._body.num_top is None:
             return
         limit = engine.engine.config.max_logprobs
         if (needed := max(self._body.num_top, self._scores_prompts)) > limit:
-            raise APIError(400, f"this takes an engine with max_logprobs={needed}, it has {limit}", param="logprobs")
+            raise APIError(f"this takes an engine with max_logprobs={needed}, it has {limit}", param="logprobs")
         shown = sum(self._limit + len(prompt) * self._scores_prompts for prompt in self._prompts)
         if (total := shown * self._samples * (1 + self._body.num_top)) > _MAX_LOGPROBS:
             message = f"the answer may have {total} log-probabilities, the most is {_MAX_LOGPROBS}"
-            raise APIError(400, f"{message}: ask for fewer tokens", param="logprobs")
+            raise APIError(f"{message}: ask for fewer tokens", param="logprobs")
 
     def _check_limit(self):
         """Returns the maximum number of new tokens of each request. Raises APIError if there is no room for them."""
@@ -254,7 +254,7 @@ class Answer:
         limit = self._max_tokens(room)
         if limit > room or longest > context:
             message = self._too_long.format(longest, limit, context)
-            raise APIError(400, message, param="max_tokens", code="context_length_exceeded")
+            raise APIError(message, param="max_tokens", code="context_length_exceeded")
         return limit
 
 
@@ -324,7 +324,7 @@ class CompletionAnswer(OpenAIAnswer):
         if not isinstance(prompt, str):
             return prompt
         if self._service.tokenizer is None:
-            raise APIError(400, "the checkpoint has no tokenizer.json: give the prompt as token ids", param="prompt")
+            raise APIError("the checkpoint has no tokenizer.json: give the prompt as token ids", param="prompt")
         return encode(self._service.tokenizer, prompt)
 
     def _max_tokens(self, room):
@@ -373,8 +373,8 @@ def _as_api_error(error):
     if isinstance(error, APIError):
         return error
     if error is None:
-        return APIError(503, "the server has stopped", code="unavailable")
+        return APIError("the server has stopped", 503, code="unavailable")
     _log.error("a request failed", exc_info=error)
     if isinstance(error, ValueError | TypeError):
-        return APIError(400, str(error))
-    return APIError(500, "the step that ran this request failed; the server's log says more")
+        return APIError(str(error))
+    return APIError("the step that ran this request failed; the server's log says more", 500)

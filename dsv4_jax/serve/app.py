@@ -49,9 +49,9 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         """Turns an exception of an endpoint into a response."""
         if isinstance(error, HTTPException):
             message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-            error = APIError(error.status_code, message, headers=dict(error.headers or {}))
+            error = APIError(message, error.status_code, headers=dict(error.headers or {}))
         elif not isinstance(error, APIError):
-            error = APIError(500, "the server failed; its log says more")
+            error = APIError("the server failed; its log says more", 500)
         return error.response(request.url.path)
 
     pages = {
@@ -111,10 +111,10 @@ class AuthMiddleware:
         for name in (b"host", b"origin"):
             if hosts is not None and name in headers and (host := _host_of(headers[name])) not in hosts:
                 known = ", ".join(sorted(hosts))
-                return APIError(403, f"{name.decode()} {host!r} is none of {known}: --allowed-hosts adds names")
+                return APIError(f"{name.decode()} {host!r} is none of {known}: --allowed-hosts adds names", 403)
         if path.startswith("/v1") and not self._has_key(headers):
             message = "this server needs its API key: Authorization: Bearer KEY"
-            return APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
+            return APIError(message, 401, headers={"WWW-Authenticate": "Bearer"})
         return None
 
     def _has_key(self, headers):
@@ -176,7 +176,7 @@ async def _models(request):
 def _check_model(service, name):
     if name not in (models := service.options.models):
         message = f"there is no model {name[:200]!r}; this server has {', '.join(map(repr, models))}"
-        raise APIError(404, message, param="model", code="model_not_found")
+        raise APIError(message, 404, param="model", code="model_not_found")
 
 
 def _answer(kind):
@@ -188,7 +188,7 @@ def _answer(kind):
         if service.stopping:
             raise unavailable("the server is stopping and takes no new requests")
         if not service.engine.alive:
-            raise APIError(500, "the engine's thread has ended; the server's log says more")
+            raise APIError("the engine's thread has ended; the server's log says more", 500)
         content = await _read(request, service.max_body_bytes)
 
         # A long body is parsed in another thread, so that the event loop can serve other requests meanwhile.
@@ -213,18 +213,18 @@ async def _read(request, limit):
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        raise APIError(415, f"Content-Type is {content_type[:100]!r}, it must be application/json")
+        raise APIError(f"Content-Type is {content_type[:100]!r}, it must be application/json", 415)
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 content += part
                 if len(content) > limit:
-                    raise APIError(413, f"the body is longer than {limit} bytes")
+                    raise APIError(f"the body is longer than {limit} bytes", 413)
     except TimeoutError:
-        raise APIError(408, f"the body did not arrive within {_BODY_SECONDS:.0f} seconds") from None
+        raise APIError(f"the body did not arrive within {_BODY_SECONDS:.0f} seconds", 408) from None
     except ClientDisconnect:
-        raise APIError(400, "the client left before its body was complete") from None
+        raise APIError("the client left before its body was complete") from None
     return bytes(content)
 
 

@@ -146,11 +146,11 @@ class Chat:
         except recipe.ConversionError as error:
             message = json.loads(error.body)["error"]["message"]
             fields = (word for word in re.findall(r"\w+", message) if word in body.keys() - {"model"})
-            raise APIError(error.status_code, message, param=next(fields, None)) from None
+            raise APIError(message, error.status_code, param=next(fields, None)) from None
         except (ValueError, OverflowError, RecursionError) as error:  # also raised for huge numbers and deep nesting
             field = _find_field(kind, body, str(error))
             message = str(error).replace("invalid request body", field or "invalid request body")
-            raise APIError(400, message, param=field and field.partition("[")[0]) from None
+            raise APIError(message, param=field and field.partition("[")[0]) from None
         conversation = request.conversation
         parsing = request.parsing_options
         if kind is recipe.MessagesRequest:
@@ -172,7 +172,7 @@ class Chat:
         for name, is_used in needs.items():
             if is_used:
                 message = f"{name}: this needs a tokenizer with the tokens of DeepSeek's release"
-                raise APIError(400, message, param=name)
+                raise APIError(message, param=name)
 
     def encode(self, conversation: recipe.Conversation, effort: int | None = None) -> list[int]:
         """Returns the prompt as token ids.

@@ -130,7 +130,7 @@ class ParsedAnswer(Answer):
     def _encode(self):
         """Returns the prompt, converted and encoded from the body. Sets the answer's grammar and sampling defaults."""
         if self._service.chat is None:
-            raise APIError(400, "the checkpoint has no tokenizer.json: use /v1/completions with token ids")
+            raise APIError("the checkpoint has no tokenizer.json: use /v1/completions with token ids")
         self._chat = self._service.chat
         body, strict_tools = self._body.conversation()
         self._converted = self._chat.convert(self.request_type, body)
@@ -139,7 +139,7 @@ class ParsedAnswer(Answer):
         if effort is not None and not self._chat.takes_numbers:
             field = self._body.effort_field
             message = f"{field}: {effort} is for DeepSeek-V4.1, this model takes none, low, high, xhigh or max"
-            raise APIError(400, message, param=field.partition(".")[0])
+            raise APIError(message, param=field.partition(".")[0])
         default_top_p = self._converted.request.inference_options.top_p
         if "top_p" not in self._body.model_fields_set and default_top_p is not None:
             self._top_p = round(default_top_p, 6)  # the release's, since the client gives none
@@ -154,9 +154,9 @@ class ParsedAnswer(Answer):
                 self._chat.call_tags,
             )
         except ValueError as error:
-            raise APIError(400, f"the form of the answer cannot be enforced: {error}") from None
+            raise APIError(f"the form of the answer cannot be enforced: {error}") from None
         if self._grammar is not None and self._body.ignore_eos:
-            raise APIError(400, "ignore_eos: an answer of a given form ends with it", param="ignore_eos")
+            raise APIError("ignore_eos: an answer of a given form ends with it", param="ignore_eos")
         return [prompt]
 
     def _new_choice(self, index, prompt):

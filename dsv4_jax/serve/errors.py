@@ -14,16 +14,16 @@ class APIError(Exception):
     """An error that is sent to the client.
 
     Attributes:
-      status: HTTP status of the response.
       message: description of the error for people.
+      status: HTTP status of the response.
       param: name of the wrong field in the body, or None.
       code: identifier of the error for programs, such as "context_length_exceeded", or None.
       headers: additional headers of the response, or None.
       details: additional data for programs, sent in Anthropic's format only; or None.
     """
 
-    status: int
     message: str
+    status: int = 400
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] | None = None
@@ -55,4 +55,4 @@ class APIError(Exception):
 
 def unavailable(message: str) -> APIError:
     """Returns an error with status 503, for a server that takes no requests at the moment."""
-    return APIError(503, message, code="unavailable", headers={"Retry-After": "1"})
+    return APIError(message, 503, code="unavailable", headers={"Retry-After": "1"})

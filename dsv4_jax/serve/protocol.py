@@ -279,7 +279,7 @@ class _ChatBody(GenerationBody):
         kind = choice.get("type") if isinstance(choice, dict) else choice
         if kind not in ("none", "auto"):
             if not asked.get("tools"):
-                raise APIError(400, f"tool_choice: {kind!r} needs tools", param="tool_choice")
+                raise APIError(f"tool_choice: {kind!r} needs tools", param="tool_choice")
             if not asked.keys() & {"thinking", "reasoning", "reasoning_effort"}:
                 asked |= self._no_thinking
         options, name = self._form
@@ -458,7 +458,7 @@ class MessagesBody(_OneAnswerBody):
         if self.thread is not None:
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
             message = "thread: this server keeps no conversations, send all messages"
-            raise APIError(400, message, param="thread", details=details)
+            raise APIError(message, param="thread", details=details)
         asked, strict_tools = super().conversation()
         for tool in asked.get("tools", ()):
             tool.pop("type", None)
@@ -483,13 +483,13 @@ def parse[Body: _Body](kind: type[Body], content: bytes) -> Body:
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False, include_context=False)
     except RecursionError:
-        raise APIError(400, "the body is nested too deeply") from None
+        raise APIError("the body is nested too deeply") from None
     shown = "; ".join(map(_explain, wrong[:_MAX_ERRORS]))
     more = f"; and {len(wrong) - _MAX_ERRORS} more" if len(wrong) > _MAX_ERRORS else ""
     # If an error concerns several fields, its message begins with the name or place of one of them, such as
     # "best_of=2 must be".
     location = wrong[0]["loc"] or re.findall(r"(\w+)(?==|[.\[:])", wrong[0]["msg"].removeprefix("Value error, "))
-    raise APIError(400, shown + more, param=str(location[0])[:_MAX_NAME] if location else None)
+    raise APIError(shown + more, param=str(location[0])[:_MAX_NAME] if location else None)
 
 
 def _explain(wrong):

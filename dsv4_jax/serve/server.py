@@ -51,14 +51,14 @@ class _Protocol(H11Protocol):
 
     def send_400_response(self, msg):
         """Sends an error in the API's format, in place of uvicorn's answer in plain text."""
-        self._refuse(APIError(400, msg))
+        self._refuse(APIError(msg))
 
     def _watch_head(self):
         """Starts the timer if a request's head is expected and no timer runs. Stops it when the head is complete."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_watching()
         elif self._head_timer is None:
-            error = APIError(408, f"the head of the request did not arrive within {_HEAD_SECONDS:g} seconds")
+            error = APIError(f"the head of the request did not arrive within {_HEAD_SECONDS:g} seconds", 408)
             self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._refuse, error)
 
     def _stop_watching(self):
