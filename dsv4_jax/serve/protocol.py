@@ -28,9 +28,7 @@ JSONObject = dict[str, Any]
 # The values of these fields of requests are ignored, because they would not change the answer.
 UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
-UNUSED += ("parallel_tool_calls",)
-_CACHE_MODES = ({}, {"mode": "implicit"}, {"mode": "explicit"})
-_CACHE_LIFETIMES = ({}, {"ttl": "30m"}, {"ttl": "12h"})
+UNUSED += ("parallel_tool_calls", "prompt_cache_options")
 # `NEUTRAL` maps an unsupported field to the values that are accepted, because they do not change the answer.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -54,7 +52,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "refusal": ("",),
     "mcp_servers": ([],),
-    "prompt_cache_options": tuple(mode | lifetime for mode in _CACHE_MODES for lifetime in _CACHE_LIFETIMES),
     "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
 }
 
