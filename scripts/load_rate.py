@@ -16,7 +16,7 @@ from dsv4_jax.bench.reports import write_report
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.save import describe_storage, tensor_headers, write_checkpoint
-from dsv4_jax.cli.options import expert_bytes
+from dsv4_jax.cli.model_options import ModelOptions
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.config_json import release_config
@@ -47,7 +47,7 @@ def load_rate(
         content = describe_storage(release_config(config), "quantized", config.weight_block)
         write_checkpoint(folder, content, stored_tensors(config), random_tensors(config))
         size = sum(path.stat().st_size for path in folder.iterdir())
-        expert_budget = expert_bytes(expert_memory, None)  # before JAX starts
+        expert_budget = ModelOptions(expert_memory=expert_memory).expert_bytes()  # before JAX starts
         devices = make_mesh(parse_mesh(mesh))
         loads = []
         for _ in range(times):

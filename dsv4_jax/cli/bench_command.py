@@ -48,7 +48,7 @@ class Benchmark(options.Command):
 
     def run(self) -> None:
         """Runs the benchmark and writes its files. Raises ValueError if an option is wrong."""
-        sizes = options.mesh_sizes(self)
+        sizes = self.mesh_sizes()
         plot = vars(self).get("plot")
         if plot is not None:
             if importlib.util.find_spec("matplotlib") is None:
@@ -58,7 +58,7 @@ class Benchmark(options.Command):
         # Check that the files can be written before the run, which takes minutes.
         for option, path in (("json", self.out), ("plot", plot)):
             options.check_file(option, path, "written")
-        if self._expert_bytes() is not None:
+        if self.expert_bytes() is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -77,11 +77,6 @@ class Benchmark(options.Command):
 
             getattr(plots, self._plot)(report | {"results": results}, plot)
 
-    def _expert_bytes(self):
-        """Returns the bytes of --expert-memory, see `options.expert_bytes`."""
-        values = vars(self)
-        return options.expert_bytes(values.get("expert_memory"), values.get("mesh"))
-
     def _options(self, kind, mesh, **values):
         """Makes the options object of a measurement, such as `StepOptions`, from the options of this command.
 
@@ -97,7 +92,7 @@ class Benchmark(options.Command):
             sizes = on_gpu if jax.default_backend() == "gpu" else on_cpu
             values[name] = tuple(size for size in sizes if name != "batches" or size % shards == 0)
         values |= {name: value for name, value in vars(self).items() if value is not None}
-        values |= {"mesh": mesh, "expert_memory": self._expert_bytes()}
+        values |= {"mesh": mesh, "expert_memory": self.expert_bytes()}
         return kind(**{name: values[name] for name in inspect.signature(kind).parameters if name in values})
 
     def _results(self, report, mesh) -> Rows:

@@ -53,7 +53,7 @@ class ModelOptions(Command):
           ValueError: the mesh cannot shard the model, other options contradict --expert-memory, the file of
             --expert-placement cannot be written, or the model has no tables for --host-tables.
         """
-        if options.expert_bytes(self.expert_memory, self.mesh) is not None and self.weights not in (None, "quantized"):
+        if self.expert_bytes() is not None and self.weights not in (None, "quantized"):
             raise ValueError(f"--expert-memory needs --weights quantized, got {self.weights}")
         if self.expert_placement is not None:
             if self.expert_memory is None:
@@ -61,12 +61,12 @@ class ModelOptions(Command):
             options.check_file("expert-placement", self.expert_placement, "written")
         if self.host_tables and config.engram is None:
             raise ValueError("--host-tables is for models with Engram, such as DeepSeek-V4.1; this one has no tables")
-        return options.mesh_sizes(self, config)
+        return self.mesh_sizes(config)
 
     @functools.cached_property
     def devices(self) -> "Mesh | None":
         """The mesh of devices that --mesh describes; None without --mesh, for the default device."""
-        sizes = options.mesh_sizes(self)
+        sizes = self.mesh_sizes()
         return make_mesh(sizes) if sizes else None
 
     def load_model(
@@ -132,7 +132,7 @@ class ModelOptions(Command):
 
     def _expert_memory(self, schema, step_tokens):
         """Returns the ExpertMemory that --expert-memory asks for; None without the option."""
-        if (size := options.expert_bytes(self.expert_memory, self.mesh)) is None:
+        if (size := self.expert_bytes()) is None:
             return None
         from dsv4_jax.expert_pages import ExpertMemory, program_bytes
 
@@ -164,7 +164,7 @@ class ModelOptions(Command):
         from dsv4_jax.host import KVCacheManager
 
         tokens = block_tokens(config)
-        sizes = options.mesh_sizes(self)
+        sizes = self.mesh_sizes()
         requests += -requests % sizes.get("data", 1)
         blocks = requests * -(-context // tokens)
         blocks += -blocks % math.prod(sizes.values())

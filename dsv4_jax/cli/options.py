@@ -90,6 +90,52 @@ class Command:
 
         return re.sub(r"(?<![\w.-])([a-z]\w*)=('[^']*'|[\w.+-]*\w)", option, str(error))
 
+    def expert_bytes(self) -> int | Literal["auto"] | None:
+        """Parses --expert-memory. Call it before JAX starts.
+
+        If the option is given, sets environment variables with which JAX leaves GPU memory to experts.
+
+        Returns:
+          Bytes of the GPU for experts, "auto", or None if --expert-memory is not given.
+
+        Raises:
+          ValueError: the text is not a size, or there is a mesh.
+        """
+        values = vars(self)
+        expert_memory = values.get("expert_memory")
+        if expert_memory is None:
+            return None
+        if values.get("mesh") is not None:
+            raise ValueError("--expert-memory is for one GPU; with --mesh, the devices share the experts")
+        # JAX's default allocator takes most of a GPU when it starts or, without preallocation, up to twice what it
+        # needs.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        return "auto" if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
+
+    def mesh_sizes(self, config: DSV4Config | None = None) -> dict[str, int]:
+        """Parses --mesh and checks it.
+
+        Args:
+          config: configuration of the model to shard over the mesh; None to check the mesh alone.
+
+        Returns:
+          {axis: number of devices along it}, empty without --mesh.
+
+        Raises:
+          ValueError: the text is no mesh, the mesh does not divide the model, or --context-parallel or
+            --expert-parallel is given although the axis "model" has only one device.
+        """
+        values = vars(self)
+        expert_parallel = values.get("expert_parallel", False)
+        sizes = parse_mesh(values["mesh"]) if values.get("mesh") is not None else {}
+        if config is not None:
+            check_shardable(config, sizes, expert_parallel)
+        check_context_parallel(sizes, values.get("context_parallel", False))
+        if expert_parallel and sizes.get("model", 1) == 1:
+            raise ValueError(f"{expert_parallel=} needs a mesh with more than one device along the axis model")
+        return sizes
+
 
 def subcommands(**commands: Any) -> Any:
     """Returns the type for which tyro parses one of several commands, given as NAME=CLASS."""
@@ -193,56 +239,6 @@ def whole_blocks(config: DSV4Config, tokens: int) -> int:
     If this number is the cache's context, prompts of similar lengths share a compiled program.
     """
     return min(tokens + -tokens % block_tokens(config), config.max_position_embeddings)
-
-
-def expert_bytes(expert_memory: str | None, mesh: str | None) -> int | Literal["auto"] | None:
-    """Parses --expert-memory. If it is given, sets environment variables with which JAX leaves GPU memory to experts.
-
-    Call it before JAX starts.
-
-    Args:
-      expert_memory: value of --expert-memory, None if it is not given.
-      mesh: value of --mesh, None if it is not given.
-
-    Returns:
-      Bytes of the GPU for experts, "auto", or None if --expert-memory is not given.
-
-    Raises:
-      ValueError: the text is not a size, or there is a mesh.
-    """
-    if expert_memory is None:
-        return None
-    if mesh is not None:
-        raise ValueError("--expert-memory is for one GPU; with --mesh, the devices share the experts")
-    # JAX's default allocator takes most of a GPU when it starts or, without preallocation, up to twice what it needs.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    return "auto" if expert_memory == "auto" else parse_bytes(expert_memory, "expert_memory")
-
-
-def mesh_sizes(command: Any, config: DSV4Config | None = None) -> dict[str, int]:
-    """Parses --mesh of a command and checks it.
-
-    Args:
-      command: the command. It may lack the options --mesh, --context-parallel and --expert-parallel.
-      config: configuration of the model to shard over the mesh; None to check the mesh alone.
-
-    Returns:
-      {axis: number of devices along it}, empty without --mesh.
-
-    Raises:
-      ValueError: the text is no mesh, the mesh does not divide the model, or --context-parallel or --expert-parallel is
-        given although the axis "model" has only one device.
-    """
-    values = vars(command)
-    expert_parallel = values.get("expert_parallel", False)
-    sizes = parse_mesh(values["mesh"]) if values.get("mesh") is not None else {}
-    if config is not None:
-        check_shardable(config, sizes, expert_parallel)
-    check_context_parallel(sizes, values.get("context_parallel", False))
-    if expert_parallel and sizes.get("model", 1) == 1:
-        raise ValueError(f"{expert_parallel=} needs a mesh with more than one device along the axis model")
-    return sizes
 
 
 def check_context(config: DSV4Config, tokens: int, option: str) -> None:

@@ -83,7 +83,7 @@ class PlanCommand(Command):
         given_bytes = None if self.weights in (None, "quantized") else parse_bytes(self.weights, "weights")
         config = options.named_config(self.config, "--config", mtp=self.drafts > 0)
         options.check_context(config, self.context, "--context")
-        sizes = options.mesh_sizes(self, config)
+        sizes = self.mesh_sizes(config)
         one = self._schema(config, self.context)
         kinds = plan_weights(config, sizes, self.expert_parallel) if self.weights == "quantized" else {}
         weights = given_bytes or sum(kind["device"] for kind in kinds.values())
