@@ -216,7 +216,7 @@ class Answer:
 
     def _check(self, ids, name):
         try:
-            return self._service.engine.engine.manager.check_ids(ids, name)
+            return self._service.manager.check_ids(ids, name)
         except (ValueError, TypeError, OverflowError) as error:
             raise APIError(str(error), param=name) from None
 
@@ -246,7 +246,7 @@ class Answer:
 
     def _check_limit(self):
         """Returns the maximum number of new tokens of each request. Raises APIError if there is no room for them."""
-        manager = self._service.engine.engine.manager
+        manager = self._service.manager
         longest = max(map(len, self._prompts))
         context = min(manager.schema.max_context, manager.capacity)
         # A request can have one token more than the cache stores, because the last token is sampled but never runs.

@@ -165,7 +165,7 @@ async def _models(request):
         "object": "model",
         "created": service.created,
         "owned_by": "dsv4_jax",
-        "max_model_len": service.engine.engine.manager.schema.max_context,
+        "max_model_len": service.manager.schema.max_context,
     }
     if name is None:
         return JSONResponse({"object": "list", "data": [{"id": name} | model for name in service.options.models]})

@@ -55,6 +55,7 @@ class Service:
 
     Attributes:
       engine, tokenizer, options: arguments of `create_app`.
+      manager: the engine's manager.
       chat: Chat, which encodes conversations as prompts; None without a tokenizer.
       names: TokenNames, which formats tokens in log-probabilities.
       metrics: metrics of the server.
@@ -66,13 +67,14 @@ class Service:
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
         self.engine = engine
+        self.manager = engine.engine.manager
         self.tokenizer = tokenizer
         self.options = options
         self.chat = None if tokenizer is None else make_chat(tokenizer, options.models, options.release)
         self.names = TokenNames(tokenizer)
         self.metrics = ServerMetrics(engine)
         # A body has room for a prompt as long as the context, even if each token takes several escaped characters.
-        self.max_body_bytes = 2**20 + 64 * engine.engine.manager.schema.max_context
+        self.max_body_bytes = 2**20 + 64 * self.manager.schema.max_context
         self.created = int(time.time())
         self.stopping = False
         self.compile = functools.lru_cache(maxsize=64)(lambda lark: self.vocabulary.compile(lark))
@@ -82,5 +84,5 @@ class Service:
         """The model's vocabulary for grammars, made at first use. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json")
-        size = self.engine.engine.manager.schema.config.vocab_size
+        size = self.manager.schema.config.vocab_size
         return Vocabulary(self.tokenizer, size, self.options.end_tokens)
