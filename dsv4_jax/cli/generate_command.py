@@ -105,7 +105,9 @@ class GenerateCommand(RandomModelOptions):
         step_tokens = max(self._chunk(prompt), self._answers * (1 + self.drafts))
         model = self.load_model(checkpoint, manager.schema, step_tokens=step_tokens, progress=progress)
         device = jax.devices()[0].device_kind
-        startup.notify(startup.compiling_for(device))
+        folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+        kept = f" (compiled programs are kept in {folder})" if folder else ""
+        startup.notify(f"Compiling for {device} ...{kept}")
         report = self._generate(model, manager, tokenizer, prompt, device)
         if self.as_json:
             print(json.dumps(report))

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 from rich.console import Console
@@ -199,8 +199,7 @@ def _pools(one):
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Device:
+class _Device(NamedTuple):
     """The memory of a device for the cache, and the numbers of devices that share requests and blocks.
 
     In the methods, `one` is the schema of a cache for a single request with the maximum number of tokens.

@@ -94,11 +94,3 @@ def visible(text: str) -> str:
 def notify(text: str, style: str = "dim") -> None:
     """Prints a message, such as one about a slow operation, to stderr."""
     Console(stderr=True).print(visible(text), style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def compiling_for(device: str) -> str:
-    """Returns the message to show while programs are compiled for `device`. It names the folder that keeps them."""
-    import jax
-
-    folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
-    return f"Compiling for {device} ..." + (f" (compiled programs are kept in {folder})" if folder else "")

@@ -1,7 +1,6 @@
 """Answers to HTTP requests: they turn a body into requests to the engine, and the tokens that come back into text."""
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import logging
@@ -16,7 +15,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dsv4_jax.decode.sampling import SamplingParams
-from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.grammar import Grammar
 from dsv4_jax.engine.text import AnswerText, encode, token_offsets
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
@@ -200,7 +198,7 @@ class Answer:
             if update.finish_reason in ("error", "cancelled"):
                 raise _as_api_error(update.error)
             if not self._limit:  # the request ran only to score its prompt
-                update = dataclasses.replace(update, num_generated=0, finish_reason="length")
+                update = update._replace(num_generated=0, finish_reason="length")
             now = time.monotonic()
             num_new = update.num_generated - choice.num_generated
             if choice.num_generated:
@@ -352,9 +350,9 @@ class CompletionAnswer(OpenAIAnswer):
 
 
 def _score(choice):
-    """Returns the score by which `best_of` selects choices, as in `engine.search.n_best`; 0 without new tokens."""
-    tokens = choice.generated
-    return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score() if tokens else 0.0
+    """Returns the mean log-probability of the new tokens, by which `best_of` selects choices; 0 without new tokens."""
+    logprobs = [t.logprob or 0.0 for t in choice.generated]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
 async def _run_off_loop(tokens, function, *args):

@@ -2,14 +2,13 @@
 
 import asyncio
 import collections
-import dataclasses
 import functools
 import itertools
 import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ class QueueFullError(RuntimeError):
     """Raised if more requests would run and wait than the engine takes. None of the new requests was submitted."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """The state of one request of a `Generation` at some time.
 
     Attributes:
