@@ -79,12 +79,11 @@ class Command:
 
         Text such as "max_requests=0" becomes "--max-requests 0" if the command has this option.
         """
-        options = {field.name for field in dataclasses.fields(self)}  # pyrefly: ignore
 
         def option(match):
             """Returns the option in place of the match NAME=VALUE, or the match if there is no such option."""
             name, value = match.groups()
-            if name not in options:
+            if name not in vars(self):
                 return match[0]
             return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value}")
 

@@ -165,8 +165,7 @@ def score_ids(
         )
         yield {name: x[places] for name, x in manager.devices.get(results).items()}
         start = stop
-    for slot in slots:
-        manager.release(slot)
+    manager.release_all()
 
 
 def read_ids(path: Path) -> np.ndarray:

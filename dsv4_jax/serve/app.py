@@ -138,7 +138,7 @@ def _service(request):
 
 
 async def _demo(request):
-    return FileResponse(str(resources.files("dsv4_jax.serve") / "demo.html"), media_type="text/html")
+    return FileResponse(str(resources.files("dsv4_jax.serve") / "demo.html"))
 
 
 async def _health(request):

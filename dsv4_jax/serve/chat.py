@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ _PARSED_CALL_TOKEN = "\0" + CALL_TOKEN  # the parser's name of CALL_TOKEN; no te
 # `_APRIL_EFFORTS` maps a reasoning effort of April's release to the effort of release 0731 that has the same prompt.
 # The encoding has only the prompts of 0731: "low", which is empty, "high" and "max". April's release has the first two
 # of them, under other names.
-_APRIL_EFFORTS: Mapping[str | None, Any] = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
+_APRIL_EFFORTS = {"low": "low", "high": "low", "xhigh": "high", "max": "high"}
 _MAX_PAST_TOKENS = 2**22  # 16 MiB of token ids
 
 Release = Literal["april", "0731", "v41"]
@@ -225,7 +225,7 @@ class ReleaseChat(Chat):
     def __init__(self, tokenizer: Tokenizer, models: Sequence[str], release: Release):
         super().__init__(tokenizer, models)
         self._past = PastAnswers()
-        self._is_april = release == "april"
+        self._efforts = _APRIL_EFFORTS if release == "april" else {}
         self._names = recipe.SpecialTokens(dsml=_PARSED_CALL_TOKEN)
         self._decoder = recipe.Tokenizer.from_str(with_names(tokenizer, {CALL_TOKEN: _PARSED_CALL_TOKEN}))
         self._encoding = self._encoding_type().with_special_tokens(self._names).with_tokenizer(self._decoder)
@@ -237,8 +237,7 @@ class ReleaseChat(Chat):
     def _encode(self, conversation, effort):
         """Returns the prompt as token ids, with past answers as deepseek-recipe encodes them."""
         name = conversation.reasoning_effort
-        if self._is_april:
-            name = _APRIL_EFFORTS.get(name, name)
+        name = self._efforts.get(name, name)
         messages = list(_in_place(conversation.messages))
         return self._encoding.encode(_changed(conversation, messages=messages, reasoning_effort=name))
 

@@ -104,7 +104,6 @@ class ParsedAnswer(Answer):
 
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
-    _body: Any
     _chat: Chat
     _options: JSONObject  # the part of the body that deepseek-recipe converts, without the conversation
     _converted: Converted

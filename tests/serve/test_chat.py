@@ -19,7 +19,7 @@ from dsv4_jax.cli import chat_command
 from dsv4_jax.cli.chat_command import ChatCommand
 from dsv4_jax.engine import Request, RequestParams
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.chat import make_chat
+from dsv4_jax.serve.chat import _APRIL_EFFORTS, make_chat
 from dsv4_jax.serve.chat_answers import ParsedChoice
 from tests.serve.conftest import END, NAMES, THINK, VOCABULARY
 
@@ -290,7 +290,7 @@ def test_the_effort_is_the_releases(scripted, release, monkeypatch):
     for name, prompt in known.items():
         assert effort(reasoning_effort=name) == prompt[:25]
     assert effort() == known["high"][:25]
-    monkeypatch.setattr(scripted.app.state.service.chat, "_is_april", True)
+    monkeypatch.setattr(scripted.app.state.service.chat, "_efforts", _APRIL_EFFORTS)
     for name, prompt in (dict(low="", high="", max=known["high"], none="")).items():
         assert effort(reasoning_effort=name) == prompt[:25]
 
