@@ -106,8 +106,8 @@ class GenerateCommand(RandomModelOptions):
         model = self.load_model(checkpoint, manager.schema, step_tokens=step_tokens, progress=progress)
         device = jax.devices()[0].device_kind
         folder = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
-        kept = f" (compiled programs are kept in {folder})" if folder else ""
-        startup.notify(f"Compiling for {device} ...{kept}")
+        hint = f" (compiled programs are kept in {folder})" if folder else ""
+        startup.notify(f"Compiling for {device} ...{hint}")
         report = self._generate(model, manager, tokenizer, prompt, device)
         if self.as_json:
             print(json.dumps(report))
