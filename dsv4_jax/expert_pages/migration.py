@@ -78,16 +78,17 @@ class ExpertMigration:
       remap_share: maximum fraction of the time for which moves keep the GPU idle.
     """
 
+    interval = 8
+    remap_share = 0.01
+
     def __init__(
         self,
         memory: CudaMemory,
         layers: Mapping[str, Sequence[ExpertPages]],
         frequencies: Mapping[str, np.ndarray],
-        file: Path | None = None,
+        file: Path | None,
         *,
         batch: int = 8,
-        interval: int = 8,
-        remap_share: float = 0.01,
     ):
         """Allocates the spare memory and starts the thread.
 
@@ -97,13 +98,10 @@ class ExpertMigration:
           frequencies: {name of a layer: [E] counts of earlier processes}.
           file: file that keeps the counts for later processes; None for no file.
           batch: maximum number of swaps between two remappings, which decides the size of the spare memory.
-          interval, remap_share: see the attributes.
 
         Raises:
           MemoryError: the GPU or the host has no room for the spare memory.
         """
-        self.interval = interval
-        self.remap_share = remap_share
         self.metrics = ExpertMetrics()
         self._memory = memory
         self._layers = dict(layers)

@@ -223,7 +223,7 @@ def test_a_mesh_is_refused():
 class Small:
     """Two layers of six experts, of which three lie on the GPU, and counts that a test adds to."""
 
-    def __init__(self, monkeypatch=None, file=None, **options):
+    def __init__(self, monkeypatch=None, file=None, interval=8, **options):
         self.memory = CpuMemory()
         self.now = 100.0
         if monkeypatch is not None:
@@ -231,6 +231,7 @@ class Small:
         stack = ExpertStack(self.memory, (2, 6, 4096), np.tile(np.arange(6) >= 3, (2, 1)), jax.devices()[0])
         self.layers = {name: [pages] for name, pages in zip(("first", "second"), stack.layers, strict=True)}
         self.moves = ExpertMigration(self.memory, self.layers, {}, file, **options)
+        self.moves.interval = interval
         self.counts = jnp.zeros((2, 2, 6), jnp.int32)
         self.moves.start(self.counts, experts_per_token=2)
 
