@@ -13,7 +13,7 @@ from rich.progress import track
 
 from dsv4_jax.bench import layer_slices, timing
 from dsv4_jax.bench.cases import measured_config, tree_bytes
-from dsv4_jax.bench.random_steps import RandomSteps, abstract_model
+from dsv4_jax.bench.random_steps import RandomSteps
 from dsv4_jax.bench.step_cases import StepCase
 from dsv4_jax.bench.step_options import StepOptions
 from dsv4_jax.bench.tables import (
@@ -26,7 +26,7 @@ from dsv4_jax.bench.tables import (
     tokens_per_second,
 )
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.checkpoint.random_weights import select_experts
+from dsv4_jax.checkpoint.random_weights import abstract_model, select_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel
 from dsv4_jax.host import KVCacheManager

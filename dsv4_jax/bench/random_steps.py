@@ -7,16 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
-from dsv4_jax.checkpoint.random_weights import as_released
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop, sample_step
 from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.nn import DeepseekV4ForCausalLM
-from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.sharded_step import sharded_step
 
@@ -138,14 +134,6 @@ class RandomSteps:
         self._loop = self._loop or _program(decode_loop, args, steps=steps)
         output, self.cache = self._loop.call(*args)
         return output
-
-
-def abstract_model(
-    config: DSV4Config, mesh: Mesh | AbstractMesh | None = None, *, expert_parallel: bool = False
-) -> Any:
-    """Returns a model whose arrays are `jax.ShapeDtypeStruct` objects with shardings, quantized as in the release."""
-    model = DeepseekV4ForCausalLM(config, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
-    return as_released(model, config, mesh, expert_parallel=expert_parallel)
 
 
 def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:

@@ -15,10 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Weight
 from dsv4_jax.checkpoint.match import listing, match_weights
-from dsv4_jax.checkpoint.placement import Staging, expert_shapes, fill, plan_expert_memory
+from dsv4_jax.checkpoint.placement import Staging, expert_shapes, fill, tables_on_host
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
@@ -124,8 +123,8 @@ def load_checkpoint(
         groups[id(views[weight.path].variable)].append(weight)
     # Experts are loaded last if there is `expert_memory`, and get the memory that the other weights leave.
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
-    if expert_memory is not None:
-        expert_shapes(table)  # refuses layers with different numbers of experts before anything is loaded
+    # Refuses layers with different numbers of experts before anything is loaded.
+    layout = expert_shapes(table) if expert_memory else ([], [])
     loader = _Loader(config, tensors, mesh, expert_parallel, host_tables)
     if stay_quantized:
         for group in ordered:
@@ -135,8 +134,8 @@ def load_checkpoint(
     with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
         for number, group in enumerate(ordered, 1):
             with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
-                if expert_memory is not None and group[0].is_expert and not expert_memory.is_planned:
-                    plan_expert_memory(expert_memory, table)
+                if expert_memory is not None and group[0].is_expert and not expert_memory.layers:
+                    expert_memory.plan(*layout)
                 loader.load(group, [views[weight.path] for weight in group], expert_memory)
             advance(loader.nbytes(group))
     for variable in token_maps.values():
@@ -270,7 +269,7 @@ class _Loader:
             # Small arrays are assembled on the host, because each update on the device would need a compiled program.
             is_small = struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES
             whole = np.zeros(struct.shape, struct.dtype) if is_small else None
-            if (tables := self._host_tables(weights[0].path, memory)) is not None:
+            if (tables := tables_on_host(weights[0].path, memory, self._tables)) is not None:
                 set_leaf(variable, field, self._table_on_host(weights, views, field, tables, where))
                 continue
             for weight, view in zip(weights, views, strict=True):
@@ -290,12 +289,6 @@ class _Loader:
                 write_leaf(variable, field, value, index)
             if whole is not None:
                 set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
-
-    def _host_tables(self, path, memory):
-        """Returns the HostTables for the variable at `path`; None if the variable lies on the devices."""
-        if memory is not None:
-            return memory.tables if path.endswith(keys.TABLES) else None
-        return self._tables if path.endswith(keys.ENGRAM_TABLE) else None
 
     def _table_on_host(self, weights, views, field, tables, where):
         """Loads the tables of one variable to host memory, and returns the array of the variable."""

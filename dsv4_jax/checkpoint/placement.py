@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import functools
 import gc
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dsv4_jax.checkpoint.keys import Weight
-from dsv4_jax.expert_pages import ExpertMemory
+from dsv4_jax.checkpoint.keys import ENGRAM_TABLE, TABLES, Weight
+from dsv4_jax.expert_pages import ExpertMemory, HostTables
 
 
 Pieces = Sequence[Callable[[], np.ndarray]]  # see `Staging.place`
@@ -22,7 +21,6 @@ Check = Callable[[int, np.ndarray, np.ndarray], None]  # see `Staging.place`
 _BLOCK_BYTES = 1 << 24  # number of bytes that a thread copies and checks at a time
 # `jax.device_put` to a CPU device aliases memory with this alignment, in bytes, instead of copying it.
 _ALIASED = 64
-_log = logging.getLogger(__name__)
 
 
 def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, ...]]]:
@@ -48,14 +46,16 @@ def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, .
     return list(shapes), shapes[first]
 
 
-def plan_expert_memory(memory: ExpertMemory, table: Iterable[Weight]) -> None:
-    """Lets `memory` decide how many routed experts of a model stay on the GPU, and logs the decision.
+def tables_on_host(path: str, memory: ExpertMemory | None, host_tables: HostTables | None) -> HostTables | None:
+    """Returns the host memory in which a parameter lies; None if it lies on the devices.
 
     Args:
-      memory: the memory of the experts.
-      table: all weights of the model, in the order of its layers.
+      path: path of the parameter in the model.
+      memory, host_tables: `expert_memory` and `host_tables` of `load_checkpoint`.
     """
-    _log.info("%s", memory.plan(*expert_shapes(table)))
+    if memory is not None:
+        return memory.tables if path.endswith(TABLES) else None
+    return host_tables if path.endswith(ENGRAM_TABLE) else None
 
 
 def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:

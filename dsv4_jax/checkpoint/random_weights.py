@@ -6,9 +6,9 @@ import functools
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import track
 
-from dsv4_jax.checkpoint.keys import ENGRAM_TABLE, TABLES, weights
-from dsv4_jax.checkpoint.placement import expert_shapes, plan_expert_memory
+from dsv4_jax.checkpoint.keys import weights
+from dsv4_jax.checkpoint.placement import expert_shapes, tables_on_host
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.expert_pages import ExpertMemory, HostTables, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
@@ -38,28 +38,32 @@ MAX_SMALL = 1 << 20  # variables with fewer values than this are all made by one
 STD = 0.02  # standard deviation of weights, as in the released models' initialization
 
 
-def as_released[Module: nnx.Module](
-    module: Module, config: DSV4Config, mesh: Mesh | AbstractMesh | None = None, *, expert_parallel: bool = False
-) -> Module:
-    """Returns a copy of a model as if it were loaded from a release, with `jax.ShapeDtypeStruct` in place of arrays.
+def abstract_model(
+    config: DSV4Config,
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    expert_parallel: bool = False,
+) -> DeepseekV4ForCausalLM:
+    """Returns a model as if it were loaded from a release, with `jax.ShapeDtypeStruct` in place of arrays.
 
     Args:
-      module: the model or some of its layers, with arrays or with shapes.
       config: configuration of the model.
       mesh: devices to shard the model over; None for the default one.
+      dtype: dtype of the activations, bfloat16 or float32.
       expert_parallel: whether each device gets whole experts instead of a shard of each expert.
 
     Returns:
-      The copy, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
+      The model, in which the weights that a release stores as FP8 or FP4 are quantized, with shardings over the mesh.
     """
     stored_dtypes = {weight.path: weight.dtype for weight in weights(config, "release")}
-    module = nnx.clone(module)
-    for path, view in parameter_views(module).items():
+    model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
+    for path, view in parameter_views(model).items():
         value = view.variable.get_value()
         kind = stored_dtypes.get(path, "")  # Engram's map of token ids is in no checkpoint
         if is_quantized_kind(kind) and not isinstance(value, QuantizedWeight):
             view.variable.set_value(quantized_struct(kind, value))
-    return sharded_structs(module, mesh, expert_parallel=expert_parallel)
+    return sharded_structs(model, mesh, expert_parallel=expert_parallel)
 
 
 def random_model(
@@ -89,22 +93,16 @@ def random_model(
         select the expert of rank r with a weight of r ** -skew. The routers' biases and tables are chosen accordingly.
       on_outline: function that is called before weights are made, see `load_checkpoint`; None = no call.
     """
-    model = DeepseekV4ForCausalLM(config, dtype=dtype, param_dtype=jnp.bfloat16, rngs=ABSTRACT)
-    model = as_released(model, config, mesh, expert_parallel=expert_parallel)
-    if expert_memory is not None:
-        expert_shapes(weights(config, "release"))  # refuses layers with different numbers of experts
+    model = abstract_model(config, mesh, dtype=dtype, expert_parallel=expert_parallel)
+    # Refuses layers with different numbers of experts before anything is made.
+    layout = expert_shapes(weights(config, "release")) if expert_memory else ([], [])
     if on_outline is not None:
         on_outline(nnx.clone(model))
     views = parameter_views(model)
     # The variable of stacked layers has a path for each layer. Its values are drawn once, for the first of these paths.
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
     frequencies = {}
-    draws = {}
-    # The ends of the paths of the tables that lie in host memory.
-    on_host: tuple[str, ...] = () if host_tables is None else (ENGRAM_TABLE,)
-    if expert_memory is not None:
-        host_tables = expert_memory.tables
-        on_host = TABLES
+    draws = []
     for path, view in views.items():
         variable = view.variable
         sharding = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
@@ -117,37 +115,43 @@ def random_model(
             variable.set_value(jax.device_put(random_token_map(config, nnx.Rngs(0)).get_value(), sharding))
         elif path == first_paths[id(variable)] and not (expert_memory and ".mlp.experts." in path):
             value = variable.get_value()
-            if path.endswith(on_host):
+            tables = tables_on_host(path, expert_memory, host_tables)
+            if tables is not None:
                 value = jax.tree.map(_first_rows, value)
-            draws[path] = variable, _draw(path, value, sharding)
-    _make_variables(draws, on_host, host_tables)
+            draws.append((variable, _draw(path, value, sharding), tables))
+    _make_variables(draws)
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
-        _place_experts(config, views, expert_memory)
+        expert_memory.plan(*layout)
+        _place_experts(views, expert_memory)
     return model
 
 
-def _make_variables(draws, on_host, host_tables):
+def _make_variables(draws):
     """Draws the values of variables. One program makes all small variables, and each large one has its own program.
 
+    Equal draws share a program.
+
     Args:
-      draws: {path: (variable, _Draw)}.
-      on_host: ends of the paths of tables that lie in host memory. Only the first rows of such a table are drawn.
-      host_tables: the host memory.
+      draws: (variable, `_Draw`, tables) of each variable. If `tables` is not None, the variable is a table in this host
+        memory, and only its first rows are drawn.
     """
-    small = [path for path, (_, draw) in draws.items() if math.prod(draw.args[0]) < MAX_SMALL]
-    groups = [group for group in (small, *([path] for path in draws if path not in small)) if group]
-    programs = _compile([tuple(draws[path][1] for path in group) for group in groups])
-    seeds = {path: np.uint32(number) for number, path in enumerate(draws)}
-    for group, program in zip(groups, programs, strict=True):
-        for path, value in zip(group, program([seeds[path] for path in group]), strict=True):
-            variable = draws[path][0]
-            outline = variable.get_value()
-            if isinstance(outline, QuantizedWeight):
-                codes, scale = value
-                value = dataclasses.replace(outline, codes=codes, scale=scale)
-            if path.endswith(on_host):
-                value = jax.tree.map(functools.partial(_repeat_on_host, host_tables), value, outline)
+    small = [number for number, (_, draw, _) in enumerate(draws) if math.prod(draw.args[0]) < MAX_SMALL]
+    groups = [small, *([number] for number in range(len(draws)) if number not in small)]
+    draws_of_groups = [tuple(draws[number][1] for number in group) for group in groups]
+    different = list(dict.fromkeys(draws_of_groups))
+
+    def compile_draws(group):
+        return _drawn.lower([jnp.uint32(0)] * len(group), group).compile()
+
+    with ThreadPoolExecutor(8, "compile-weights") as threads:
+        programs = dict(zip(different, threads.map(compile_draws, different), strict=True))
+    for group, group_draws in zip(groups, draws_of_groups, strict=True):
+        values = programs[group_draws]([np.uint32(number) for number in group])
+        for number, value in zip(group, values, strict=True):
+            variable, _, tables = draws[number]
+            if tables is not None:
+                value = jax.tree.map(functools.partial(_repeat_on_host, tables), value, variable.get_value())
             variable.set_value(value)
 
 
@@ -232,9 +236,8 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
     return -np.sqrt(np.logaddexp(0.0, logit_std * quantiles)).astype(np.float32)
 
 
-def _place_experts(config, views, expert_memory):
-    """Plans which experts lie in host memory, and makes the codes and scales of all experts from random bytes."""
-    plan_expert_memory(expert_memory, weights(config, "release"))
+def _place_experts(views, expert_memory):
+    """Makes the codes and scales of all experts from random bytes, where `expert_memory` has planned them."""
     names = list(expert_memory.layers)
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
     for path, view in views.items():
@@ -263,8 +266,7 @@ def _place_experts(config, views, expert_memory):
         variable.set_value(dataclasses.replace(value, codes=pages.array, scale=scale))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Draw:
+class _Draw(NamedTuple):
     """The random draw of a variable's arrays.
 
     Attributes:
@@ -294,21 +296,9 @@ def _draw(path, value, where):
         return struct.shape if where is None else where.shard_shape(struct.shape)
 
     if isinstance(value, QuantizedWeight):
-        return _Draw(_codes, (shape(value.codes), shape(value.scale), value.kind), where)
+        return _Draw(_codes, (shape(value.codes), shape(value.scale), value.kind, value.dtype), where)
     mean = float(kind.endswith("norm") or name in ("scale", "hc_scale", "q_weight", "k_weight"))
     return _Draw(_normal, (shape(value), value.dtype, mean), where)
-
-
-def _compile(groups: Sequence[tuple[_Draw, ...]]) -> list[jax.stages.Compiled]:
-    """Compiles a program for each group of draws, to make the group's arrays. Equal groups share a program."""
-
-    def compile_group(draws):
-        return _drawn.lower([jnp.uint32(0)] * len(draws), draws).compile()
-
-    different = list(dict.fromkeys(groups))
-    with ThreadPoolExecutor(8, "compile-weights") as threads:
-        programs = dict(zip(different, threads.map(compile_group, different), strict=True))
-    return [programs[draws] for draws in groups]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -366,15 +356,16 @@ def _scales(words, shape):
     return 119 + _bytes(words, shape) % 2
 
 
-def _codes(words, shape, scales, kind):
-    """Returns codes of the given shape, and scales of the shape `scales`, without NaN.
+def _codes(words, shape, scales, kind, dtype):
+    """Returns a `QuantizedWeight` with codes of the given shape, and scales of the shape `scales`, without NaN.
 
     The values are about as large as the values of `_normal` with mean 0.
     """
     codes = _bytes(words, shape)
     if kind == "FP4":
-        return codes, _scales(words, scales)
-    return jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8), 114 + _bytes(words, scales) % 2
+        return QuantizedWeight(codes, _scales(words, scales), kind, dtype)
+    finite = jnp.where(codes & 0x7F == 0x7F, 0, codes).astype(jnp.uint8)
+    return QuantizedWeight(finite, 114 + _bytes(words, scales) % 2, kind, dtype)
 
 
 @functools.partial(jax.jit, static_argnames="shape")

@@ -46,7 +46,7 @@ def plan_weights(
       ValueError: the mesh would split a block of weights that share a scale.
     """
     from dsv4_jax.bench.cases import tree_bytes
-    from dsv4_jax.bench.random_steps import abstract_model
+    from dsv4_jax.checkpoint.random_weights import abstract_model
     from dsv4_jax.nn.parameters import parameter_views
 
     mesh = abstract_mesh(sizes) if sizes else None
@@ -155,7 +155,7 @@ def _count_bytes(config):
     from flax import nnx
 
     from dsv4_jax.bench.cases import tree_bytes
-    from dsv4_jax.bench.random_steps import abstract_model
+    from dsv4_jax.checkpoint.random_weights import abstract_model
     from dsv4_jax.checkpoint.keys import TABLES, weights
     from dsv4_jax.checkpoint.placement import expert_shapes
     from dsv4_jax.nn.parameters import parameter_views

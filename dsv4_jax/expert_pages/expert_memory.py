@@ -64,12 +64,7 @@ class ExpertMemory:
     placement_file: Path | None = None
     layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
     _experts: int = dataclasses.field(default=0, repr=False)
-    _on_device: int | None = dataclasses.field(default=None, repr=False)
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether `plan` has been called."""
-        return self._on_device is not None
+    _on_device: int = dataclasses.field(default=0, repr=False)
 
     @functools.cached_property
     def migration(self) -> ExpertMigration | None:
@@ -90,15 +85,12 @@ class ExpertMemory:
         """The bytes of host memory that experts take. Counts only experts whose memory is mapped already."""
         return sum(int(matrix.on_host.sum()) * matrix.nbytes for pages in self.layers.values() for matrix in pages)
 
-    def plan(self, layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:
-        """Decides how many experts of each layer lie on the GPU. No memory is allocated yet.
+    def plan(self, layers: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Decides how many experts of each layer lie on the GPU, and logs it. No memory is allocated yet.
 
         Args:
           layers: names of all layers with experts, in the order of the rows of `KVCache.expert_counts`.
           shapes: for each of a layer's matrices, the shape [E, ...] of its uint8 codes. Layers have equal shapes.
-
-        Returns:
-          A sentence about the decision, for the log.
 
         Raises:
           ValueError: the GPU or the host has too little free memory, or the device cannot map host memory, see
@@ -127,9 +119,10 @@ class ExpertMemory:
         self.layers = {layer: [] for layer in layers}
         if self.placement_file is not None:
             self.frequencies |= read_frequencies(self.placement_file, experts)
-        if not host_experts:
-            return f"all {experts} experts a layer fit the GPU ({_gb(total_bytes)})"
-        return f"{host_experts} of {experts} experts a layer stay in host memory ({_gb(host_bytes)})"
+        if host_experts:
+            _log.info("%d of %d experts a layer stay in host memory (%s)", host_experts, experts, _gb(host_bytes))
+        else:
+            _log.info("all %d experts a layer fit the GPU (%s)", experts, _gb(total_bytes))
 
     def place_stack(self, layers: Sequence[str], shape: tuple[int, ...]) -> ExpertStack:
         """Maps memory for the codes of one of the experts' matrices in some layers, without setting its bytes.

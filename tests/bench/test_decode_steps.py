@@ -11,12 +11,13 @@ from flax import nnx
 
 from dsv4_jax.bench import decode_steps, plots, step_cases, timing
 from dsv4_jax.bench.cases import tree_bytes
-from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, abstract_model, random_cache
+from dsv4_jax.bench.random_steps import DRAWS, RandomSteps, random_cache
 from dsv4_jax.bench.step_cases import STEPS, StepCase
 from dsv4_jax.bench.step_options import StepOptions
 from dsv4_jax.bench.step_work import step_work, weight_work
 from dsv4_jax.bench.tables import layer_share, print_rows
 from dsv4_jax.cache import CacheSchema, KVCache
+from dsv4_jax.checkpoint.random_weights import abstract_model
 from dsv4_jax.cli.bench_command import ModelBench
 from dsv4_jax.config import DSV4Config, LayerSpec
 from dsv4_jax.data import packaged_checkpoint, read_config

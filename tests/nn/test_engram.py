@@ -475,7 +475,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from dsv4_jax import ops
 from dsv4_jax.bench.layer_slices import slice_config
-from dsv4_jax.bench.random_steps import abstract_model
+from dsv4_jax.checkpoint.random_weights import abstract_model
 from dsv4_jax.cache import KVCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.decode import forward

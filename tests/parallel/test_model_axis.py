@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from dsv4_jax import decode
 from dsv4_jax.bench import random_steps
-from dsv4_jax.bench.random_steps import RandomSteps, abstract_model
+from dsv4_jax.bench.random_steps import RandomSteps
 from dsv4_jax.cache import KVCache
 from dsv4_jax.checkpoint.random_weights import random_model
 from dsv4_jax.config import DSV4Config, LayerSpec, shared_specs
@@ -379,7 +379,7 @@ def test_addresses_of_mailboxes_stay_with_the_cache(monkeypatch):
 def test_a_step_of_two_gpus_adds_up_through_mailboxes_in_place():
     text = compile_in_process("""
 import dataclasses, jax, jax.numpy as jnp
-from dsv4_jax.bench.random_steps import abstract_model
+from dsv4_jax.checkpoint.random_weights import abstract_model
 from dsv4_jax.cache import Batch, CacheSchema, KVCache
 from dsv4_jax.config import DSV4Config, LayerSpec, shared_specs
 from dsv4_jax.decode import CompiledModel, sample_step
