@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from dsv4_jax.checkpoint.keys import Weight
 from dsv4_jax.checkpoint.match import listing, match_weights
-from dsv4_jax.checkpoint.placement import Staging, expert_shapes, fill, tables_on_host
+from dsv4_jax.checkpoint.placement import Staging, bounds_of, expert_shapes, fill, tables_on_host
 from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import StoredTensor, read_checkpoint
 from dsv4_jax.checkpoint.storage import QuantizedTensor
@@ -218,29 +218,26 @@ class _Loader:
         """Returns the size of these weights in the files, in bytes."""
         return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
 
-    def _quantized_kind(self, weights: list[Weight]) -> QuantizedKind | None:
-        """Returns the quantized kind of these weights if they can stay quantized in one array; None otherwise."""
-        kinds: set[QuantizedKind] = set()
-        for weight in weights:
-            for source in weight.sources:
-                piece = self._tensors[source]
-                if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
-                    return None
-                # Each piece has its own scales. If several pieces form one matrix, each must have whole blocks of rows.
-                # Several pieces form one matrix if the weight has more pieces than experts: one for the gate, one for
-                # the up projection.
-                if piece.shape[0] % BLOCKS[piece.dtype][0] and len(weight.sources) > weight.shape[0]:
-                    return None
-                kinds.add(piece.dtype)
-        return kinds.pop() if len(kinds) == 1 else None
-
     def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
         """Makes a variable's value a `QuantizedWeight` if all its weights can stay quantized, in the same kind.
 
         Raises ValueError if the mesh would split a block of weights that share a scale.
         """
-        if (kind := self._quantized_kind(weights)) is None:
+        kinds: set[QuantizedKind] = set()
+        for weight in weights:
+            for source in weight.sources:
+                piece = self._tensors[source]
+                if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
+                    return
+                # Each piece has its own scales. If several pieces form one matrix, each must have whole blocks of rows.
+                # Several pieces form one matrix if the weight has more pieces than experts: one for the gate, one for
+                # the up projection.
+                if piece.shape[0] % BLOCKS[piece.dtype][0] and len(weight.sources) > weight.shape[0]:
+                    return
+                kinds.add(piece.dtype)
+        if len(kinds) > 1:
             return
+        (kind,) = kinds
         variable.set_value(quantized_struct(kind, variable.get_value()))
         if (where := self._sharding(variable)) is not None:
             check_blocks(weights[0].path, variable.get_value().shape, kind, where)
@@ -262,49 +259,44 @@ class _Loader:
         if memory is not None and weights[0].is_expert:
             shape = get_leaf(variable, "codes").shape
             set_leaf(variable, "codes", self._paged_codes(weights, shape, memory))
+        tables = tables_on_host(weights[0].path, memory, self._tables)
         for field in leaf_names(variable):
             struct = get_leaf(variable, field)
             if isinstance(struct, jax.Array):
                 continue
-            # Small arrays are assembled on the host, because each update on the device would need a compiled program.
-            is_small = struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES
-            whole = np.zeros(struct.shape, struct.dtype) if is_small else None
-            if (tables := tables_on_host(weights[0].path, memory, self._tables)) is not None:
-                set_leaf(variable, field, self._table_on_host(weights, views, field, tables, where))
-                continue
+            array = None
+            shards = []  # (index of a shard, its array in host memory) if the host has the whole array
+            if tables is not None:
+                array, shards = tables.empty(struct.shape, struct.dtype, where)
+            elif struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES:
+                # Assembled on the host, because each update on the device would need a compiled program.
+                shards = [((), np.zeros(struct.shape, struct.dtype))]
             for weight, view in zip(weights, views, strict=True):
                 pieces, check = self._pieces(weight, field)
                 index = view.leaf_index(field)
-                if whole is not None:
-                    fill(whole[index], pieces, check)
-                    continue
-                # The sharding of this weight alone, without the axes of layers.
-                weight_sharding = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
+                shape = indexed_shape(struct.shape, index)
                 # Codes, scales (a `field` of a quantized weight) and stored tensors are views of the file, and several
                 # threads copy them. Other weights are dequantized, one at a time.
                 are_stored = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
-                shape = indexed_shape(struct.shape, index)
                 threads = are_stored or field is not None
-                value = self._staging.place(pieces, shape, struct.dtype, weight_sharding, check, threads)
-                write_leaf(variable, field, value, index)
-            if whole is not None:
-                set_leaf(variable, field, self._staging.place([whole.view], whole.shape, whole.dtype, where))
-
-    def _table_on_host(self, weights, views, field, tables, where):
-        """Loads the tables of one variable to host memory, and returns the array of the variable."""
-        struct = get_leaf(views[0].variable, field)
-        array, shards = tables.empty(struct.shape, struct.dtype, where)
-        for weight, view in zip(weights, views, strict=True):
-            (read,), check = self._pieces(weight, field)
-            for index, shard in shards:
-                fill(shard[view.leaf_index(field)], [functools.partial(_read_part, read, index[-2:])], check)
-        return array
+                for place, shard in shards:
+                    fill({bounds_of(place[-len(shape) :], shape): shard[index]}, pieces, shape, check, threads)
+                if not shards:
+                    # The sharding of this weight alone, without the axes of layers.
+                    part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
+                    value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
+                    write_leaf(variable, field, value, index)
+            if shards and array is None:
+                whole = shards[0][1]
+                array = self._staging.place([whole.view], whole.shape, whole.dtype, where)
+            if array is not None:
+                set_leaf(variable, field, array)
 
     def _paged_codes(self, weights, shape, memory):
         """Copies the FP4 codes of experts to the GPU or to host memory, as planned. Returns the codes as one array."""
         stack = memory.place_stack([weight.module for weight in weights], shape)
         for number, weight in enumerate(weights):
-            stack.write(number, [self._quantized(source).codes.data for source in weight.sources])
+            stack.write(number, [read() for read in self._pieces(weight, "codes")[0]])
         return stack.array
 
     def _pieces(self, weight, field):
@@ -316,36 +308,20 @@ class _Loader:
           weight: the weight.
           field: "codes" or "scale" of a quantized weight; None for a plain array.
         """
-        if field is not None:
-            tensors = [self._quantized(source) for source in weight.sources]
-            stored = [getattr(tensor, field) for tensor in tensors]
-
-            def check_codes(number: int, codes: np.ndarray, _: np.ndarray) -> None:
-                """Counts the NaN among a block of codes."""
-                self._count(weight.sources[number], tensors[number].count_nan(codes.view(np.uint8)))
-
-            pieces = [functools.partial(tensor.data.reshape, tensor.shape) for tensor in stored]
-            return pieces, check_codes if field == "codes" else None
+        tensors: list[Any] = [self._tensors[source] for source in weight.sources]
 
         def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
             """Counts the values of a block that are not finite, or are no ids of experts."""
-            # The model's only integers are the expert ids in the tables of hash-routed layers.
-            is_ids = value.dtype.kind == "i"
-            bad = (stored < 0) | (stored >= self._config.n_routed_experts) if is_ids else ~np.isfinite(value)
-            self._count(weight.sources[number], int(np.count_nonzero(bad)))
+            if field == "codes":
+                count = tensors[number].count_nan(stored)
+            elif value.dtype.kind == "i":  # the model's only integers are the ids in the tables of hash-routed layers
+                count = np.count_nonzero((stored < 0) | (stored >= self._config.n_routed_experts))
+            else:
+                count = value.size - np.count_nonzero(np.isfinite(value))
+            if count:
+                self._impossible[weight.sources[number]] += int(count)
 
-        return [self._tensors[source].load for source in weight.sources], check
-
-    def _count(self, source, impossible):
-        if impossible:
-            self._impossible[source] += impossible
-
-    def _quantized(self, source) -> QuantizedTensor:
-        tensor = self._tensors[source]
-        assert isinstance(tensor, QuantizedTensor)
-        return tensor
-
-
-def _read_part(read, part):
-    """Reads a stored array, and returns the part of it at the index `part`."""
-    return read()[part]
+        if field is None:
+            return [tensor.load for tensor in tensors], check
+        stored = [getattr(tensor, field) for tensor in tensors]
+        return [functools.partial(x.data.reshape, x.shape) for x in stored], check if field == "codes" else None

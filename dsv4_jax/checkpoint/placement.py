@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import functools
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,51 +57,56 @@ def tables_on_host(path: str, memory: ExpertMemory | None, host_tables: HostTabl
     return host_tables if path.endswith(ENGRAM_TABLE) else None
 
 
-def fill(target: np.ndarray, pieces: Pieces, check: Check | None = None) -> None:
-    """Casts pieces to the dtype of an array in host memory and writes them to it, with several threads.
+def fill(
+    shards: dict[Bounds, np.ndarray],
+    pieces: Pieces,
+    shape: tuple[int, ...],
+    check: Check | None = None,
+    threads: bool = True,
+    *,
+    replaces: bool = False,
+) -> None:
+    """Casts the pieces of an array to the dtype of its shards in host memory, and writes them there.
 
     Args:
-      target: array to write to.
-      pieces, check: as for `Staging.place`.
+      shards: {bounds of a shard on each axis: array to write to}.
+      pieces, shape, check, threads: as for `Staging.place`.
+      replaces: whether values that `jax.device_put` can take from a piece replace their shard in `shards`, and are
+        checked but not copied.
     """
-    stack = target.shape[:-2] if len(pieces) > 1 else ()
+    stack = shape[:-2] if len(pieces) > 1 else ()
+
+    def blocks() -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+        """Yields (index of a piece, some of its rows, the array to copy them to or None), piece by piece."""
+        for number, index in enumerate(np.ndindex(stack)):
+            values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
+            # `index` is the piece's index on the axes of `stack`. A shard has a part of the piece if the index lies
+            # within the shard's bounds on these axes.
+            for bounds, shard in shards.items():
+                if all(start <= i < end for i, (start, end) in zip(index, bounds, strict=False)):
+                    part = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
+                    target = shard[tuple(i - start for i, (start, _) in zip(index, bounds, strict=False))]
+                    if direct := replaces and not stack and part.dtype == shard.dtype and _can_be_source(part):
+                        shards[bounds] = part
+                    part, target = np.atleast_1d(part, target)
+                    rows = max(1, len(part) * _BLOCK_BYTES // max(target.nbytes, 1))
+                    for i in range(0, len(part), rows):
+                        yield number, part[i : i + rows], None if direct else target[i : i + rows]
+
+    def copy(block):
+        """Copies the values of a block to its target, if there is one, and checks them."""
+        number, values, target = block
+        if target is not None:
+            with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
+                target[...] = values
+        if check is not None:
+            check(number, values, values if target is None else target)
+
+    # A single thread can be slower than the disk. For small shards, starting threads takes longer than copying.
+    is_large = sum(shard.nbytes for shard in shards.values()) > _BLOCK_BYTES
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        # For a small array, starting threads would take longer than copying.
-        run = pool.map if target.nbytes > _BLOCK_BYTES else map
-        for number, index in enumerate(np.ndindex(stack)):  # one piece at a time, since a piece may be made in memory
-            part = target[index] if stack else target
-            blocks = _blocks(number, np.asarray(pieces[number]()).reshape(part.shape), part)
-            collections.deque(run(functools.partial(_fill_block, check=check), blocks), maxlen=0)
-
-
-# (Index of a piece, some of the piece's rows, array that these rows are copied to). None = they are only checked.
-_Block = tuple[int, np.ndarray, np.ndarray | None]
-
-
-def _blocks(number: int, values: np.ndarray, target: np.ndarray | None) -> Iterator[_Block]:
-    """Divides a piece into blocks of rows. One thread copies and checks a block.
-
-    Args:
-      number: index of the piece.
-      values: the piece.
-      target: array in the shape of `values` that the blocks are copied to; None = they are only checked.
-    """
-    values = np.atleast_1d(values)
-    target = None if target is None else np.atleast_1d(target)
-    size = values.nbytes if target is None else target.nbytes
-    rows = max(1, len(values) * _BLOCK_BYTES // max(size, 1))
-    for i in range(0, len(values), rows):
-        yield number, values[i : i + rows], None if target is None else target[i : i + rows]
-
-
-def _fill_block(block: _Block, check: Check | None) -> None:
-    """Copies the values of a block to its target, if there is one, and checks them."""
-    number, values, target = block
-    if target is not None:
-        with np.errstate(over="ignore", invalid="ignore"):  # overflow becomes infinity
-            target[...] = values
-    if check is not None:
-        check(number, values, values if target is None else target)
+        run = pool.map if is_large and (threads or len(pieces) == 1) else map
+        collections.deque(run(copy, blocks()), maxlen=0)
 
 
 class Staging:
@@ -138,33 +142,13 @@ class Staging:
           threads: whether several threads copy pieces, which is faster for views of a file. Otherwise one piece is
             made at a time.
         """
-        stack = shape[:-2] if len(pieces) > 1 else ()
         devices = _devices_by_shard(shape, where)
         shard_shapes = [[end - start for start, end in bounds] for bounds in devices]
         # {bounds of a shard: array of its values}. The arrays lie in the buffer, and their values are not set yet.
         shards = dict(zip(devices, self._views(shard_shapes, dtype), strict=True))
-
-        def blocks() -> Iterator[_Block]:
-            """Yields the blocks to copy and check, piece by piece."""
-            for number, index in enumerate(np.ndindex(stack)):
-                values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])
-                # `index` is the piece's index on the axes of `stack`. A shard has a part of the piece if the index lies
-                # within the shard's bounds on these axes.
-                for bounds, shard in shards.items():
-                    if all(start <= i < end for i, (start, end) in zip(index, bounds, strict=False)):
-                        part = values[tuple(slice(*pair) for pair in bounds[len(stack) :])]
-                        target = shard[tuple(i - start for i, (start, _) in zip(index, bounds, strict=False))]
-                        # A part that a device can copy directly takes the place of the shard's buffer.
-                        if direct := not stack and part.dtype == dtype and _can_be_source(part):
-                            shards[bounds] = part
-                        yield from _blocks(number, part, None if direct else target)
-
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            # A single thread can be slower than the disk.
-            run = pool.map if threads else map
-            collections.deque(run(functools.partial(_fill_block, check=check), blocks()), maxlen=0)
-            # A single thread is too slow to feed several devices.
-            puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
+        fill(shards, pieces, shape, check, threads, replaces=True)
+        puts = [(shard, device) for bounds, shard in shards.items() for device in devices[bounds]]
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # a single thread is too slow to feed several devices
             arrays = list(pool.map(jax.device_put, *zip(*puts, strict=True)))
         array = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
         return jax.block_until_ready(array)
@@ -191,12 +175,18 @@ def _devices_by_shard(shape: tuple[int, ...], where: NamedSharding | None) -> di
     `[None]` stands for the default device, if the array is not sharded (`where` is None).
     """
     if where is None:
-        return {tuple((0, size) for size in shape): [None]}
+        return {bounds_of((), shape): [None]}
     devices = collections.defaultdict(list)
     for device, index in where.addressable_devices_indices_map(shape).items():
         assert index is not None
-        devices[tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))].append(device)
+        devices[bounds_of(index, shape)].append(device)
     return devices
+
+
+def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    """Returns the bounds of the part at `index` of an array. Axes that the index lacks are whole."""
+    slices = *index, *[slice(None)] * (len(shape) - len(index))
+    return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
 
 
 def _can_be_source(values: np.ndarray) -> bool:
