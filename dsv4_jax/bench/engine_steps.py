@@ -19,6 +19,7 @@ from dsv4_jax.bench.step_options import ModelSetup, check_numbers
 from dsv4_jax.bench.tables import Row, print_rows
 from dsv4_jax.bench.timing import wall_seconds
 from dsv4_jax.cache import CacheSchema
+from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.engine import Engine
@@ -115,7 +116,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
       ValueError: the sizes do not fit the model, the mesh or the GPU.
     """
     check_numbers("requests", options.requests, 1)
-    check_numbers("layers", (options.layers,), 0, config.num_hidden_layers)
+    check_whole("layers", options.layers, 0, config.num_hidden_layers)
     layers = chosen_layers(config, options.layers or config.num_hidden_layers)
     label = numbers_label(layers)
     config = options.reduce_tables(slice_config(config, layers).with_drafts(options.drafts > 0), report)

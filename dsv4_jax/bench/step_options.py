@@ -13,6 +13,7 @@ from dsv4_jax.bench.random_steps import DRAWS
 from dsv4_jax.bench.tables import Row
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.checkpoint.random_weights import random_model
+from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import BLOCK_TOKENS
 from dsv4_jax.decode import CompiledModel
@@ -146,9 +147,9 @@ class StepOptions(ModelSetup):
         longest = config.max_position_embeddings - max(self.chunks, default=0)
         check_numbers("batches", self.batches, 1)
         check_numbers("contexts", self.contexts, 0 if self.chunks else MARGIN + 1, longest)
-        check_numbers("drafts", (self.drafts,), 0, max_drafts)
-        check_numbers("layers", (self.layers,), 0, config.num_hidden_layers)
-        check_numbers("adapters", (self.adapters,), 0)
+        check_whole("drafts", self.drafts, 0, max_drafts)
+        check_whole("layers", self.layers, 0, config.num_hidden_layers)
+        check_whole("adapters", self.adapters, 0)
 
     @property
     def step_sizes(self) -> list[tuple[int, int]]:
@@ -200,6 +201,4 @@ def check_numbers(option: str, numbers: Sequence[int], minimum: int, maximum: in
     if not numbers:
         raise ValueError(f"--{option} needs at least one number")
     for number in numbers:
-        if number < minimum or (maximum is not None and number > maximum):
-            valid = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-            raise ValueError(f"--{option} {number} must be {valid}")
+        check_whole(option, number, minimum, maximum)

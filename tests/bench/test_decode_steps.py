@@ -242,7 +242,7 @@ def test_the_bytes_that_dsparks_drafts_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["model", "--config", "v4_flash_0731", "--drafts", "6"], "--drafts 6 must be from 0 to 5"),
+        (["model", "--config", "v4_flash_0731", "--drafts", "6"], "--drafts 6 must be at most 5"),
         (["model", "--mesh", "data=2", "--batches", "4", "3"], "mesh axis data=2 does not divide --batches 3"),
         (["all_reduce", "--mesh", "data=2"], "--mesh data=2 must have more than one device along the axis model"),
         (["model", "--expert-parallel"], "--expert-parallel needs a mesh with more than one device"),
@@ -251,13 +251,13 @@ def test_the_bytes_that_dsparks_drafts_read():
         (["model", "--plot", "no/such/x.png"], "--plot no/such/x.png cannot be written: No such file or directory"),
         (["model", "--json", "no/such/x.json"], "--json no/such/x.json cannot be written: No such file or directory"),
         (["ops", "append", "--json", "."], "--json . cannot be written: Is a directory"),
-        (["model", "--contexts", "128"], "--contexts 128 must be from 129 to 32768"),
-        (["model", "--contexts", "33000"], "--contexts 33000 must be from 129 to 32768"),
+        (["model", "--contexts", "128"], "--contexts 128 must be at least 129"),
+        (["model", "--contexts", "33000"], "--contexts 33000 must be at most 32768"),
         (["model", "--contexts", "512", "--batches", "0"], "--batches 0 must be at least 1"),
-        (["model", "--contexts", "512", "--drafts", "9"], "--drafts 9 must be from 0 to 8"),
-        (["model", "--contexts", "512", "--layers", "7"], "--layers 7 must be from 0 to 6"),
+        (["model", "--contexts", "512", "--drafts", "9"], "--drafts 9 must be at most 8"),
+        (["model", "--contexts", "512", "--layers", "7"], "--layers 7 must be at most 6"),
         (["prefill", "--chunks", "1"], "--chunks 1 must be at least 2"),
-        (["prefill", "--contexts", "-1"], "--contexts -1 must be from 0 to"),
+        (["prefill", "--contexts", "-1"], "--contexts -1 must be at least 0"),
         (["prefill", "--contexts"], "--contexts needs at least one number"),
         (["prefill", "--chunks"], "--chunks needs at least one number"),
         (["model", "--config", "v41_flash"], "--config v41_flash needs a GPU: on a CPU, a tiny model replaces"),
@@ -280,7 +280,7 @@ def test_the_defaults_fit_the_model_that_runs(monkeypatch):
     assert command._options(StepOptions, make_mesh({"data": 2})).batches == (8, 32, 128)
     cpu.check(tiny)
     gpu.check(flash)
-    with pytest.raises(ValueError, match="--contexts 65536 must be from 129 to 32768"):
+    with pytest.raises(ValueError, match="contexts=65536 must be at most 32768"):
         gpu.check(tiny)
 
 

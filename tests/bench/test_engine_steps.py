@@ -76,7 +76,7 @@ def test_experts_in_host_memory(monkeypatch):
     ("options", "message"),
     [
         (["--skew", "1"], "--expert-memory, --host-tables, --skew, --layers and --reply need --config"),
-        (["--config", "v4_flash", "--layers", "7"], "--layers 7 must be from 0 to 6"),
+        (["--config", "v4_flash", "--layers", "7"], "--layers 7 must be at most 6"),
         (["--config", "v4_flash", "--prompts", "40000"], "--prompts and --context need 40001 tokens"),
         (["--config", "v4_flash", "--requests", "0"], "--requests 0 must be at least 1"),
         (["--config", "v4_flash", "--requests"], "--requests needs at least one number"),
