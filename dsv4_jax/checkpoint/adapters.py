@@ -29,12 +29,14 @@ _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _SIDES = {"down": "A", "up": "B"}  # {attribute of `Adapters`: PEFT's letter}
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# Fields of adapter_config.json that must be absent or empty.
+_UNSUPPORTED = (
+    "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "layer_replication",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+)  # fmt: skip
 # The accepted values of fields of adapter_config.json. Other values change what an adapter computes.
-_PLAIN = {
-    "peft_type": ("LORA",), "bias": (None, "none"), "use_dora": (None, False), "fan_in_fan_out": (None, False),
-    "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "lora_bias": (None, False),
-    "layer_replication": (None,), "trainable_token_indices": (None,), "target_parameters": (None, []),
-    "alora_invocation_tokens": (None,), "use_rslora": (None, True, False),
+_PLAIN = dict.fromkeys(_UNSUPPORTED, (None, [], {}, False)) | {
+    "peft_type": ("LORA",), "bias": (None, "none"), "use_rslora": (None, True, False),
     "init_lora_weights": (None, False, "gaussian", "orthogonal", True),  # other values change the base model's weights
 }  # fmt: skip
 
@@ -68,15 +70,14 @@ def load_adapters(
     for module, place in places.items():
         if f"{place.path}.up" not in views:  # none of the files has this map
             continue
-        for side, axis in {"down": 0, "up": 1}.items():
+        for side in _SIDES:
             view = views[f"{place.path}.{side}"]
             values = np.zeros(view.shape, np.float32)
             for adapter_index, (_, _, maps) in enumerate(adapters.values()):
                 if module in maps:
                     matrix = maps[module][side]
-                    padding = [(0, 0), (0, 0)]
-                    padding[axis] = 0, rank - matrix.shape[axis]
-                    values[_of_adapter(side, adapter_index)] = np.pad(matrix, padding)
+                    rows, columns = matrix.shape
+                    values[_of_adapter(side, adapter_index)][:rows, :columns] = matrix
             view.set_value(jnp.asarray(values, dtype))
     place_adapters(model)
 
