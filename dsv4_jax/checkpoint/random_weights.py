@@ -101,25 +101,22 @@ def random_model(
     views = parameter_views(model)
     # The variable of stacked layers has a path for each layer. Its values are drawn once, for the first of these paths.
     first_paths = {id(view.variable): path for path, view in reversed(views.items())}
-    frequencies = {}
     draws = []
     for path, view in views.items():
         variable = view.variable
         sharding = None if mesh is None else parameter_sharding(variable, mesh, expert_parallel)
-        if path.endswith(SELECTS):
-            view_sharding = sharding and NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(view.index) :]))
-            selects, shares = _selects(path, view.shape, config, skew, view_sharding)
-            frequencies[f"{path.rpartition('.gate.')[0]}.experts"] = shares
-            view.set_value(selects)
-        elif isinstance(variable, TokenMap):
+        if isinstance(variable, TokenMap):
             variable.set_value(jax.device_put(random_token_map(config, nnx.Rngs(0)).get_value(), sharding))
-        elif path == first_paths[id(variable)] and not (expert_memory and ".mlp.experts." in path):
+        elif path == first_paths[id(variable)] and not path.endswith(SELECTS):
+            if expert_memory and ".mlp.experts." in path:
+                continue
             value = variable.get_value()
             tables = tables_on_host(path, expert_memory, host_tables)
             if tables is not None:
                 value = jax.tree.map(_first_rows, value)
             draws.append((variable, _draw(path, value, sharding), tables))
     _make_variables(draws)
+    frequencies = select_experts(model, config, skew)
     if expert_memory is not None:
         expert_memory.frequencies |= frequencies
         expert_memory.plan(*layout)
@@ -181,41 +178,38 @@ def _repeat_on_host(host_tables, first_rows, table):
     return array
 
 
-def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> None:
-    """Replaces the biases and tables of a module's routers, so that tokens select experts with another skew.
+def select_experts(module: nnx.Module, config: DSV4Config, skew: float) -> dict[str, Float[np.ndarray, "E"]]:
+    """Sets the biases and tables of a module's routers, which decide which experts tokens select.
 
     Args:
-      module: a model or some of its layers.
+      module: a model or some of its layers, with arrays or with shapes.
       config: configuration of the model.
       skew: see `random_model`.
+
+    Returns:
+      {path of a layer's experts: [E] share of tokens that select each expert}.
     """
+    shares_of_layers = {}
     for path, view in parameter_views(module).items():
-        if path.endswith(SELECTS):
-            where = getattr(view.get_value(), "sharding", None)
-            view.set_value(_selects(path, view.shape, config, skew, where)[0])
-
-
-def _selects(path, shape, config, skew, where):
-    """Returns a router's bias [E] or table [vocabulary, k], and the share [E] of tokens that select each expert.
-
-    Args:
-      path: path of the bias or the table, which seeds the experts' ranks.
-      shape: shape of the bias or the table.
-      config: configuration of the model.
-      skew: see `random_model`.
-      where: sharding of the bias or the table; None for the default device.
-    """
-    num_experts, num_selected = config.layer_experts(config.num_hidden_layers if path.startswith("drafts.") else 0)
-    shares = selection_shares(num_experts, num_selected, skew)
-    seed = zlib.crc32(path.encode())
-    ranks = np.random.default_rng(seed).permutation(num_experts)
-    if shape == (num_experts,):
-        # A logit sums `hidden_size` products of a weight and a normed activation, whose standard deviation is 1. The
-        # second argument is the standard deviation of this sum.
-        selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
-    else:
-        selects = _routes(np.uint32(seed), -skew * np.log1p(ranks).astype(np.float32), shape=shape)
-    return jax.device_put(selects, where), shares[ranks]
+        if not path.endswith(SELECTS):
+            continue
+        layer = config.num_hidden_layers if path.startswith("drafts.") else 0
+        num_experts, num_selected = config.layer_experts(layer)
+        shares = selection_shares(num_experts, num_selected, skew)
+        seed = zlib.crc32(path.encode())
+        ranks = np.random.default_rng(seed).permutation(num_experts)
+        if view.shape == (num_experts,):
+            # A logit sums `hidden_size` products of a weight and a normed activation, whose standard deviation is 1.
+            # The second argument is the standard deviation of this sum.
+            selects = selection_bias(shares, STD * math.sqrt(config.hidden_size))[ranks]
+        else:
+            selects = _routes(np.uint32(seed), -skew * np.log1p(ranks).astype(np.float32), shape=view.shape)
+        where = view.variable.get_value().sharding
+        sharded = isinstance(where, NamedSharding)
+        where = NamedSharding(where.mesh, PartitionSpec(*where.spec[len(view.index) :])) if sharded else None
+        view.set_value(jax.device_put(selects, where))
+        shares_of_layers[f"{path.rpartition('.gate.')[0]}.experts"] = shares[ranks]
+    return shares_of_layers
 
 
 def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np.ndarray, "E"]:
