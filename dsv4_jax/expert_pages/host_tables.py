@@ -1,6 +1,6 @@
 """Tables in host memory: arrays from which a step on a GPU reads a few rows over the bus."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,16 +13,12 @@ from dsv4_jax.expert_pages.cuda_memory import CudaMemory
 from dsv4_jax.expert_pages.paged_experts import empty_on_host
 
 
-@dataclasses.dataclass
 class HostTables:
-    """Allocates arrays in host memory. On a mesh, the shards of all devices lie in host memory.
+    """Allocates arrays in host memory. On a mesh, the shards of all devices lie in host memory."""
 
-    Attributes:
-      open_memory: function that opens the virtual memory of a device.
-    """
-
-    open_memory: Callable[[jax.Device], CudaMemory] = CudaMemory
-    _memories: dict[jax.Device, CudaMemory] = dataclasses.field(default_factory=dict, repr=False)
+    def __init__(self, open_memory: Callable[[jax.Device], CudaMemory] = CudaMemory):
+        """Takes the function that opens the virtual memory of a device. It is called once for each device."""
+        self._memory_of = functools.cache(open_memory)
 
     def empty(
         self, shape: tuple[int, ...], dtype: DTypeLike, where: NamedSharding | None
@@ -48,9 +44,7 @@ class HostTables:
         shards = []
         for device, index in indices.items():
             assert index is not None
-            if device not in self._memories:
-                self._memories[device] = self.open_memory(device)
-            array, view = empty_on_host(self._memories[device], shard_shape, dtype, device)
+            array, view = empty_on_host(self._memory_of(device), shard_shape, dtype, device)
             arrays.append(array)
             shards.append((index, view))
         whole = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
