@@ -49,7 +49,6 @@ class RandomSteps:
     batch_invariant: bool = False
     cache: KVCache | None = None
     program: Any = None
-    _loop: Any = None
     _chunk: Batch | None = None
     _slots: list[int] = dataclasses.field(default_factory=list)
 
@@ -117,7 +116,9 @@ class RandomSteps:
     def step(self, batch: Batch) -> Any:
         """Launches a step. Returns its `StepOutput` without waiting until the arrays are computed."""
         args = self.model, self.cache, batch, self._logits_indices, SAMPLING, self._seeds
-        self.program = self.program or _program(sample_step, args, drafts=self.drafts)
+        options = {"drafts": self.drafts}
+        if self.program is None:
+            self.program = find_program(sample_step, args, options) or compile_program(sample_step, args, options)
         output, self.cache = self.program.call(*args)
         return output
 
@@ -130,9 +131,7 @@ class RandomSteps:
         """
         for slot in self._slots:
             self.manager.advance(slot, steps - 1)
-        args = self.model, self.cache, batch, self._seeds, SAMPLING
-        self._loop = self._loop or _program(decode_loop, args, steps=steps)
-        output, self.cache = self._loop.call(*args)
+        output, self.cache = self.model.run(decode_loop, self.cache, batch, self._seeds, SAMPLING, steps=steps)
         return output
 
 
@@ -155,11 +154,6 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
 def _begin_step(_, cache, batch):
     """Applies a batch's new requests, blocks and lengths to the cache, see `KVCache.begin_step`, but runs no model."""
     return (cache.begin_step(batch),)
-
-
-def _program(function, args, **options):
-    """Returns the program for a call of a jitted function, from the store or newly compiled."""
-    return find_program(function, args, options) or compile_program(function, args, options)
 
 
 def _random_cache(schema):
