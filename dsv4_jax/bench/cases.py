@@ -133,11 +133,11 @@ def close(relative: float, absolute: float) -> Callable[[Array, Array], Array]:
 def tree_bytes(tree: Any) -> int:
     """Returns the bytes of a pytree of arrays or `jax.ShapeDtypeStruct` objects, counting one device's shards."""
 
-    def size(leaf):
-        sharding = getattr(leaf, "sharding", None)
-        return math.prod(leaf.shape if sharding is None else sharding.shard_shape(leaf.shape))
-
-    return sum(size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
 
 
 def normal(*shape: int, dtype: DTypeLike = jnp.bfloat16, scale: float = 1.0) -> Draw:
