@@ -155,7 +155,7 @@ def test_a_mesh_may_cut_between_blocks_only(kind, rows, fits):
 
 def test_a_large_table_is_drawn_without_other_memory():
     shape = (1 << 20, 256)
-    draw = random_weights._Draw(random_weights._codes, (shape, (1 << 20, 8), "FP8_ROWS"))
+    draw = random_weights._Draw(random_weights._codes, (shape, (1 << 20, 8), "FP8_ROWS", jnp.dtype(jnp.bfloat16)))
     program = random_weights._drawn.lower([jnp.uint32(0)], (draw,)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1 << 20
 
