@@ -60,8 +60,12 @@ def load_adapters(
     if not folders:
         raise ValueError("folders is empty: give at least one adapter")
     places = _places(model)
-    # {name: (rank, scale, {module: its matrices})}.
-    adapters = {name: _read(name, Path(folder), places) for name, folder in folders.items()}
+    adapters = {}  # {name: (rank, scale, {module: its matrices})}
+    for name, folder in folders.items():
+        try:
+            adapters[name] = _read(Path(folder), places)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"adapter {name!r}: {error}") from None
     rank = max(rank for rank, _, _ in adapters.values())
     targets = {places[module].target for _, _, maps in adapters.values() for module in maps}
     scales = [scale for _, scale, _ in adapters.values()]
@@ -153,36 +157,36 @@ def _of_adapter(side, number):
     return number if side == "down" else (slice(None), number)
 
 
-def _read(name, folder, places):
+def _read(folder, places):
     """Returns (rank, scale, {module: {"down": [r, inputs], "up": [outputs, r]}}) of an adapter's folder."""
     try:
         text = (folder / _CONFIG).read_bytes()
     except OSError as error:
-        raise ValueError(f"adapter {name!r}: cannot read {folder / _CONFIG}: {error.strerror}") from None
+        raise ValueError(f"cannot read {folder / _CONFIG}: {error.strerror}") from None
     config: dict[str, Any] = parse_json(str(folder / _CONFIG), text)
     for field, accepted in _PLAIN.items():
         if config.get(field) not in accepted:
-            raise ValueError(f"adapter {name!r}: {field}={config.get(field)!r} in {_CONFIG} must be {accepted[-1]!r}")
-    rank = check_whole(f"adapter {name!r}: r", config.get("r"), 1, 2**16)
-    scale = check_positive(f"adapter {name!r}: lora_alpha", config.get("lora_alpha"))
+            raise ValueError(f"{field}={config.get(field)!r} in {_CONFIG} must be {accepted[-1]!r}")
+    rank = check_whole("r", config.get("r"), 1, 2**16)
+    scale = check_positive("lora_alpha", config.get("lora_alpha"))
     scale /= math.sqrt(rank) if config.get("use_rslora") else rank
     maps: dict[str, dict[str, np.ndarray]] = {}  # {module: {"down" or "up": matrix}}
     for key, tensor in read_file(folder / _TENSORS).items():
         match = _NAME.fullmatch(key)
         if match is None or match[1] not in places:
-            raise ValueError(f"adapter {name!r}: {key!r:.200} in {_TENSORS} is for no map that can have an adapter")
+            raise ValueError(f"{key!r:.200} in {_TENSORS} is for no map that can have an adapter")
         side = "down" if match[2] == "A" else "up"
         maps.setdefault(match[1], {})[side] = np.asarray(tensor.load(), np.float32)
         if not np.isfinite(maps[match[1]][side].astype(jnp.bfloat16)).all():  # the model rounds them to this dtype
-            raise ValueError(f"adapter {name!r}: {key} in {_TENSORS} has NaN or infinite values in bfloat16")
+            raise ValueError(f"{key} in {_TENSORS} has NaN or infinite values in bfloat16")
     if not maps:
-        raise ValueError(f"adapter {name!r}: {_TENSORS} is empty")
+        raise ValueError(f"{_TENSORS} is empty")
     for module, matrices in maps.items():
         outputs, inputs = places[module].shape
         shapes = {side: matrix.shape for side, matrix in matrices.items()}
         if shapes != {"down": (rank, inputs), "up": (outputs, rank)}:
             raise ValueError(
-                f"adapter {name!r}: {module} needs lora_A {[rank, inputs]} and lora_B {[outputs, rank]}, got "
+                f"{module} needs lora_A {[rank, inputs]} and lora_B {[outputs, rank]}, got "
                 f"{', '.join(f'lora_{letter} {[*shapes[side]]}' for side, letter in _SIDES.items() if side in shapes)}"
             )
     return rank, scale, maps
