@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -125,22 +126,21 @@ def load_checkpoint(
     ordered = sorted(groups.values(), key=lambda group: expert_memory is not None and group[0].is_expert)
     # Refuses layers with different numbers of experts before anything is loaded.
     layout = expert_shapes(table) if expert_memory else ([], [])
-    loader = _Loader(config, tensors, mesh, expert_parallel, host_tables)
+    loader = _Loader(config, tensors, views, mesh, expert_parallel, expert_memory, host_tables)
     if stay_quantized:
         for group in ordered:
-            loader.keep_quantized(group, views[group[0].path].variable)
+            loader.keep_quantized(group)
     if on_outline is not None:
         on_outline(sharded_structs(model, mesh, expert_parallel=expert_parallel))
     with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
-        for number, group in enumerate(ordered, 1):
-            with _name_if_out_of_memory(path, group[0], f"number {number} of {len(ordered)}", mesh):
+        for group in ordered:
+            with _name_if_out_of_memory(path, group[0], mesh):
                 if expert_memory is not None and group[0].is_expert and not expert_memory.layers:
                     expert_memory.plan(*layout)
-                loader.load(group, [views[weight.path] for weight in group], expert_memory)
+                loader.load(group)
             advance(loader.nbytes(group))
     for variable in token_maps.values():
-        where = None if mesh is None else parameter_sharding(variable, mesh)
-        variable.set_value(jax.device_put(token_ids, where))
+        variable.set_value(jax.device_put(token_ids, loader.sharding(variable)))
     if loader.problems:
         raise ValueError(f"{path} holds impossible values:{listing(loader.problems)}")
     return model
@@ -155,13 +155,12 @@ def _read_token_ids(path: Path, config: DSV4Config) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | None) -> Iterator[None]:
+def _name_if_out_of_memory(path: Path, weight: Weight, mesh: Mesh | None) -> Iterator[None]:
     """Turns an out-of-memory error of the host or a device into a ValueError that names the weight being loaded.
 
     Args:
       path: the checkpoint.
       weight: the weight that is loaded in this context.
-      place: the place of the weight's variable among all variables, such as "number 3 of 40".
       mesh: the mesh that the model is sharded over; None for one device.
     """
     try:
@@ -173,52 +172,53 @@ def _name_if_out_of_memory(path: Path, weight: Weight, place: str, mesh: Mesh | 
             raise
         devices = 1 if mesh is None else mesh.size
         raise ValueError(
-            f"{path} does not fit: a device is out of memory at {weight.path}, {place}, on {devices} "
+            f"{path} does not fit: a device is out of memory at {weight.path}, on {devices} "
             f"device{'s' * (devices > 1)}. Shard the model over more devices (mesh=), or keep quantized weights "
             f'quantized (weights="quantized"). {error}'
         ) from error
 
 
+@dataclasses.dataclass
 class _Loader:
     """Loads the variables of a model one by one.
 
     A variable holds one weight, or several weights: stacked weights of equal layers, or weights of linear maps that are
     fused into one matrix.
+
+    Attributes:
+      config, mesh, expert_parallel, memory, host_tables: as for `load_checkpoint`.
+      tensors: the checkpoint's tensors by name.
+      views: the place of each weight in a variable of the model, by the weight's path.
+      impossible: {name of a stored tensor: number of its values that no weight can have}.
     """
 
-    def __init__(
-        self,
-        config: DSV4Config,
-        tensors: Mapping[str, StoredTensor | QuantizedTensor],
-        mesh: Mesh | None,
-        expert_parallel: bool,
-        host_tables: HostTables | None,
-    ):
-        self._config = config
-        self._tensors = tensors
-        self._mesh = mesh
-        self._expert_parallel = expert_parallel
-        self._tables = host_tables
-        self._staging = Staging()
-        self._impossible = collections.Counter[str]()  # {name of a stored tensor: number of impossible values}
+    config: DSV4Config
+    tensors: Mapping[str, StoredTensor | QuantizedTensor]
+    views: Mapping[str, ParameterView]
+    mesh: Mesh | None
+    expert_parallel: bool
+    memory: ExpertMemory | None
+    host_tables: HostTables | None
+    staging: Staging = dataclasses.field(default_factory=Staging)
+    impossible: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def problems(self) -> list[str]:
         """A sentence for each loaded tensor that has NaN, infinite values, or ids of experts that do not exist."""
         sentences = []
-        for source, count in self._impossible.items():
-            tensor = self._tensors[source]
+        for source, count in self.impossible.items():
+            tensor = self.tensors[source]
             if tensor.dtype.startswith(("I", "U")) and isinstance(tensor, StoredTensor):
-                sentences.append(f"{source} names experts outside 0..{self._config.n_routed_experts - 1}")
+                sentences.append(f"{source} names experts outside 0..{self.config.n_routed_experts - 1}")
             else:
                 sentences.append(f"{source} has {count} NaN or infinite values of {math.prod(tensor.shape)}")
         return sentences
 
     def nbytes(self, weights: list[Weight]) -> int:
         """Returns the size of these weights in the files, in bytes."""
-        return sum(self._tensors[source].nbytes for weight in weights for source in weight.sources)
+        return sum(self.tensors[source].nbytes for weight in weights for source in weight.sources)
 
-    def keep_quantized(self, weights: list[Weight], variable: nnx.Variable) -> None:
+    def keep_quantized(self, weights: list[Weight]) -> None:
         """Makes a variable's value a `QuantizedWeight` if all its weights can stay quantized, in the same kind.
 
         Raises ValueError if the mesh would split a block of weights that share a scale.
@@ -226,7 +226,7 @@ class _Loader:
         kinds: set[QuantizedKind] = set()
         for weight in weights:
             for source in weight.sources:
-                piece = self._tensors[source]
+                piece = self.tensors[source]
                 if not isinstance(piece, QuantizedTensor) or not piece.can_stay:
                     return
                 # Each piece has its own scales. If several pieces form one matrix, each must have whole blocks of rows.
@@ -238,28 +238,27 @@ class _Loader:
         if len(kinds) > 1:
             return
         (kind,) = kinds
+        variable = self.views[weights[0].path].variable
         variable.set_value(quantized_struct(kind, variable.get_value()))
-        if (where := self._sharding(variable)) is not None:
+        if (where := self.sharding(variable)) is not None:
             check_blocks(weights[0].path, variable.get_value().shape, kind, where)
 
-    def _sharding(self, variable):
-        return None if self._mesh is None else parameter_sharding(variable, self._mesh, self._expert_parallel)
+    def sharding(self, variable: nnx.Variable) -> NamedSharding | None:
+        """Returns the sharding of a variable; None without a mesh."""
+        return None if self.mesh is None else parameter_sharding(variable, self.mesh, self.expert_parallel)
 
-    def load(self, weights: list[Weight], views: list[ParameterView], memory: ExpertMemory | None) -> None:
-        """Loads all weights of a variable. Unless the variable is quantized, values are converted to its dtype.
-
-        Args:
-          weights: the weights.
-          views: the place of each weight in the variable.
-          memory: places the experts' codes on the GPU or in host memory, and the embedding and Engram's tables in host
-            memory. None = all weights lie on the devices, except Engram's tables if the loader has `host_tables`.
-        """
-        variable = views[0].variable
-        where = self._sharding(variable)
-        if memory is not None and weights[0].is_expert:
-            shape = get_leaf(variable, "codes").shape
-            set_leaf(variable, "codes", self._paged_codes(weights, shape, memory))
-        tables = tables_on_host(weights[0].path, memory, self._tables)
+    def load(self, weights: list[Weight]) -> None:
+        """Loads all weights of a variable. Unless the variable is quantized, values are converted to its dtype."""
+        variable = self.views[weights[0].path].variable
+        where = self.sharding(variable)
+        if self.memory is not None and weights[0].is_expert:
+            # Codes are copied to the GPU or to host memory, as planned.
+            modules = [weight.module for weight in weights]
+            stack = self.memory.place_stack(modules, get_leaf(variable, "codes").shape)
+            for number, weight in enumerate(weights):
+                stack.write(number, [read() for read in self._pieces(weight, "codes")[0]])
+            set_leaf(variable, "codes", stack.array)
+        tables = tables_on_host(weights[0].path, self.memory, self.host_tables)
         for field in leaf_names(variable):
             struct = get_leaf(variable, field)
             if isinstance(struct, jax.Array):
@@ -271,33 +270,27 @@ class _Loader:
             elif struct.size * struct.dtype.itemsize <= _MAX_HOST_BYTES:
                 # Assembled on the host, because each update on the device would need a compiled program.
                 shards = [((), np.zeros(struct.shape, struct.dtype))]
-            for weight, view in zip(weights, views, strict=True):
+            for weight in weights:
+                view = self.views[weight.path]
                 pieces, check = self._pieces(weight, field)
                 index = view.leaf_index(field)
                 shape = indexed_shape(struct.shape, index)
                 # Codes, scales (a `field` of a quantized weight) and stored tensors are views of the file, and several
                 # threads copy them. Other weights are dequantized, one at a time.
-                are_stored = all(isinstance(self._tensors[source], StoredTensor) for source in weight.sources)
+                are_stored = all(isinstance(self.tensors[source], StoredTensor) for source in weight.sources)
                 threads = are_stored or field is not None
                 for place, shard in shards:
                     fill({bounds_of(place[-len(shape) :], shape): shard[index]}, pieces, shape, check, threads)
                 if not shards:
                     # The sharding of this weight alone, without the axes of layers.
                     part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
-                    value = self._staging.place(pieces, shape, struct.dtype, part, check, threads)
+                    value = self.staging.place(pieces, shape, struct.dtype, part, check, threads)
                     write_leaf(variable, field, value, index)
             if shards and array is None:
                 whole = shards[0][1]
-                array = self._staging.place([whole.view], whole.shape, whole.dtype, where)
+                array = self.staging.place([whole.view], whole.shape, whole.dtype, where)
             if array is not None:
                 set_leaf(variable, field, array)
-
-    def _paged_codes(self, weights, shape, memory):
-        """Copies the FP4 codes of experts to the GPU or to host memory, as planned. Returns the codes as one array."""
-        stack = memory.place_stack([weight.module for weight in weights], shape)
-        for number, weight in enumerate(weights):
-            stack.write(number, [read() for read in self._pieces(weight, "codes")[0]])
-        return stack.array
 
     def _pieces(self, weight, field):
         """Returns the functions that read a weight's stored tensors, and the function that checks their values.
@@ -308,18 +301,18 @@ class _Loader:
           weight: the weight.
           field: "codes" or "scale" of a quantized weight; None for a plain array.
         """
-        tensors: list[Any] = [self._tensors[source] for source in weight.sources]
+        tensors: list[Any] = [self.tensors[source] for source in weight.sources]
 
-        def check(number: int, stored: np.ndarray, value: np.ndarray) -> None:
+        def check(number, stored, value):
             """Counts the values of a block that are not finite, or are no ids of experts."""
             if field == "codes":
                 count = tensors[number].count_nan(stored)
             elif value.dtype.kind == "i":  # the model's only integers are the ids in the tables of hash-routed layers
-                count = np.count_nonzero((stored < 0) | (stored >= self._config.n_routed_experts))
+                count = np.count_nonzero((stored < 0) | (stored >= self.config.n_routed_experts))
             else:
                 count = value.size - np.count_nonzero(np.isfinite(value))
             if count:
-                self._impossible[weight.sources[number]] += int(count)
+                self.impossible[weight.sources[number]] += int(count)
 
         if field is None:
             return [tensor.load for tensor in tensors], check
