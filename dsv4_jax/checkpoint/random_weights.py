@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import zlib
@@ -232,7 +233,6 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
 
 def _place_experts(views, expert_memory):
     """Makes the codes and scales of all experts from random bytes, where `expert_memory` has planned them."""
-    names = list(expert_memory.layers)
     stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
     for path, view in views.items():
         module = path.rpartition(".")[0]
@@ -240,20 +240,19 @@ def _place_experts(views, expert_memory):
             stacks[id(view.variable)].append((module, view))
     # A matrix of an expert has half a byte for each FP4 code.
     max_bytes = max(math.prod(view.shape[1:]) // 2 for stack in stacks.values() for _, view in stack)
-    # Every matrix is copied from one array of random bytes. The copy for an expert of a layer begins at place
-    # 7 * layer + 31 * expert, in units of 4096 bytes and modulo the number of places. So neighboring experts and layers
-    # have different bytes.
+    # Every matrix is copied from one array of random bytes. Copies begin at different places, which are 31 * 4096 bytes
+    # apart, so that neighboring experts and layers have different bytes.
     draw_bytes = _Draw(_bytes, ((2 * max_bytes,),))
     (random_bytes,) = jax.block_until_ready(_drawn([np.uint32(0)], (draw_bytes,)))
     address = random_bytes.unsafe_buffer_pointer()
     num_places = max(1, max_bytes // 4096)
+    numbers = itertools.count()
     for stack in track(stacks.values(), "Making experts", len(stacks), console=Console(stderr=True)):
         variable = stack[0][1].variable
         value = variable.get_value()
         pages = expert_memory.place_stack([name for name, _ in stack], value.codes.shape)
-        for layer, (name, view) in enumerate(stack):
-            first_place = 7 * names.index(name)
-            places = [(first_place + 31 * expert) % num_places for expert in range(view.shape[0])]
+        for layer, (_, view) in enumerate(stack):
+            places = [31 * next(numbers) % num_places for _ in range(view.shape[0])]
             pages.write(layer, [address + 4096 * place for place in places])
         draw_scale = _Draw(_scales, (value.scale.shape,))
         (scale,) = _drawn([np.uint32(0)], (draw_scale,))
