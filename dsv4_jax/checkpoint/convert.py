@@ -91,7 +91,7 @@ def convert_checkpoint(
         raise ValueError(f"{partial} exists: another conversion writes there, or was interrupted; then remove it")
     losses: dict[str, RoundingLoss] = collections.defaultdict(RoundingLoss)
 
-    def arrays() -> Iterator[np.ndarray]:
+    def arrays():
         """Yields the arrays to write, in the order of the headers."""
         for old, new in pairs:
             dtype = new.stored_dtype(weights)

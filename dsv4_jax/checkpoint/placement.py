@@ -4,7 +4,7 @@ import collections
 import concurrent.futures
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -76,7 +76,7 @@ def fill(
     """
     stack = shape[:-2] if len(pieces) > 1 else ()
 
-    def blocks() -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+    def blocks():
         """Yields (index of a piece, some of its rows, the array to copy them to or None), piece by piece."""
         for number, index in enumerate(np.ndindex(stack)):
             values = np.asarray(pieces[number]()).reshape(shape[len(stack) :])

@@ -92,7 +92,7 @@ def save_release(
         if not np.isfinite(np.asarray(parameters[weight.path].read(), np.float32)).all():
             raise ValueError(f"{weight.path} has NaN or infinite values")
 
-    def arrays() -> Iterator[np.ndarray]:
+    def arrays():
         """Yields the arrays to write, in the order of the headers."""
         for weight in table:
             value = np.asarray(parameters[weight.path].read()).reshape(len(weight.sources), *weight.source_shape)
