@@ -136,7 +136,7 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _places(model) -> dict[str, _Place]:
+def _places(model):
     """Returns {transformers' name of a linear map that can have adapters: its place}."""
     variables = {id(variable) for *_, module in linear_modules(model) for variable in module_variables(module)}
     views = parameter_views(model)

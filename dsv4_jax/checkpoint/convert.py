@@ -3,16 +3,13 @@
 import collections
 import math
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
 from dsv4_jax.checkpoint import keys
-from dsv4_jax.checkpoint.keys import Naming, Storage, Weight
+from dsv4_jax.checkpoint.keys import Naming, Storage
 from dsv4_jax.checkpoint.match import match_weights
 from dsv4_jax.checkpoint.progress import byte_bar
-from dsv4_jax.checkpoint.reader import INDEX_NAME, StoredTensor, read_checkpoint
+from dsv4_jax.checkpoint.reader import INDEX_NAME, read_checkpoint
 from dsv4_jax.checkpoint.rounding_loss import RoundingLoss
 from dsv4_jax.checkpoint.save import (
     check_storage,
@@ -109,13 +106,7 @@ def convert_checkpoint(
     return dict(losses)
 
 
-def _converted(
-    old: Weight,
-    new: Weight,
-    dtype: str,
-    tensors: Mapping[str, StoredTensor | QuantizedTensor],
-    loss: RoundingLoss,
-) -> Iterator[np.ndarray]:
+def _converted(old, new, dtype, tensors, loss):
     """Yields the arrays to write for one parameter, in the order of its tensors in the destination.
 
     Args:
@@ -142,7 +133,7 @@ def _converted(
             yield from encode(name, piece, dtype, loss)
 
 
-def _copy_others(source: Path, folder: Path) -> None:
+def _copy_others(source, folder):
     """Copies the files beside the weights, such as tokenizer.json, without config.json, the index and hidden files."""
     for file in source.iterdir():
         is_about_weights = file.name in ("config.json", INDEX_NAME)
@@ -150,7 +141,7 @@ def _copy_others(source: Path, folder: Path) -> None:
             shutil.copy(file, folder)
 
 
-def _check_room(folder: Path, nbytes: int) -> None:
+def _check_room(folder, nbytes):
     """Raises ValueError unless the destination is new or empty, and its disk has `nbytes` bytes left."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} must not exist yet, or be an empty folder")

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
 
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.match import listing
@@ -54,7 +53,7 @@ def fake_quantize(model: DeepseekV4ForCausalLM) -> DeepseekV4ForCausalLM:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _as_stored(values: Array, dtype: str) -> Array:
+def _as_stored(values, dtype):
     """Returns parameters as they are read back from a storage, see `Weight.dtype`. The gradient is straight-through."""
     if not is_quantized_kind(dtype) and dtype != "BF16":
         return values

@@ -11,7 +11,7 @@ fused into one `FusedLinear`.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, get_args
 
 from dsv4_jax.config import DSV4Config
@@ -203,7 +203,7 @@ def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
             yield from _weight(shapes, our_prefix + path.format_map(_FUSED), names, kind)
 
 
-def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype: str) -> Iterator[Weight]:
+def _weight(shapes, path, names, dtype):
     """Yields the `Weight` of one parameter, or nothing if the model does not have it.
 
     Args:
@@ -228,7 +228,7 @@ def _weight(shapes: Mapping[str, tuple[int, ...]], path: str, names: str, dtype:
 
 
 @functools.lru_cache
-def _shapes(config: DSV4Config) -> dict[str, tuple[int, ...]]:
+def _shapes(config):
     """Returns the shape of each parameter of the model by its path."""
     model = DeepseekV4ForCausalLM(config, rngs=ABSTRACT)
     return {path: view.shape for path, view in parameter_views(model).items()}

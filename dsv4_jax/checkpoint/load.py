@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,7 +146,7 @@ def load_checkpoint(
     return model
 
 
-def _read_token_ids(path: Path, config: DSV4Config) -> np.ndarray:
+def _read_token_ids(path, config):
     """Returns the compressed id of each token id, [vocab] int32, from the tokenizer of a checkpoint with Engram."""
     tokenizer = read_tokenizer(path)
     if tokenizer is None:
@@ -155,7 +155,7 @@ def _read_token_ids(path: Path, config: DSV4Config) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _name_if_out_of_memory(path: Path, weight: Weight, mesh: Mesh | None) -> Iterator[None]:
+def _name_if_out_of_memory(path, weight, mesh):
     """Turns an out-of-memory error of the host or a device into a ValueError that names the weight being loaded.
 
     Args:

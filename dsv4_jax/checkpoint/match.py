@@ -70,11 +70,7 @@ def match_weights(
     return table, tensors
 
 
-def _refuse_mismatches(
-    table: list[Weight],
-    stored: dict[str, StoredTensor | QuantizedTensor],
-    wrong_scales: dict[str, str],
-) -> None:
+def _refuse_mismatches(table, stored, wrong_scales):
     """Raises one ValueError that lists all differences between the needed and the stored tensors, if there are any.
 
     Args:
@@ -111,7 +107,7 @@ def _refuse_mismatches(
         raise ValueError("the checkpoint does not fit the configuration.\n" + "\n".join(sections))
 
 
-def _with_nearest(names: list[str], others: list[str]) -> list[str]:
+def _with_nearest(names, others):
     """Returns the names. Adds similar names of `others`, if there are any, to the first 10, which `listing` shows."""
     lines = []
     for name in names[:_MAX_LISTED]:

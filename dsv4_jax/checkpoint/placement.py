@@ -153,7 +153,7 @@ class Staging:
         array = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
         return jax.block_until_ready(array)
 
-    def _views(self, shapes: list[list[int]], dtype: np.typing.DTypeLike) -> list[np.ndarray]:
+    def _views(self, shapes, dtype):
         """Returns an array in the buffer for each shape, misaligned so that no `jax.Array` on a CPU aliases it."""
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape in shapes]
         ends = np.cumsum([-(-size // _ALIASED) * _ALIASED for size in sizes])
@@ -169,7 +169,7 @@ class Staging:
         return [self._memory[start : start + size].view(dtype).reshape(shape) for start, size, shape in places]
 
 
-def _devices_by_shard(shape: tuple[int, ...], where: NamedSharding | None) -> dict[Bounds, list[jax.Device | None]]:
+def _devices_by_shard(shape, where):
     """Returns {bounds of a shard on each axis: devices of this process that hold it}.
 
     `[None]` stands for the default device, if the array is not sharded (`where` is None).
@@ -189,6 +189,6 @@ def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     return tuple(axis.indices(size)[:2] for axis, size in zip(slices, shape, strict=True))
 
 
-def _can_be_source(values: np.ndarray) -> bool:
+def _can_be_source(values):
     """Returns whether `jax.device_put` can take an array as it is, and copies it even if the device is a CPU."""
     return values.flags.c_contiguous and values.ctypes.data % _ALIASED != 0

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 from rich.console import Console
 from rich.progress import track
 
@@ -362,8 +362,8 @@ def _codes(words, shape, scales, kind, dtype):
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def _routes(seed, log_weights, *, shape) -> Int[Array, "V k"]:
-    """Draws k distinct experts for each token of the vocabulary.
+def _routes(seed, log_weights, *, shape):
+    """Draws k distinct experts for each token of the vocabulary, [V, k] int32.
 
     Args:
       seed: uint32 scalar.

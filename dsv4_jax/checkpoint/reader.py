@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +101,7 @@ def read_checkpoint(path: str | Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _shortened(names: Collection[str]) -> str:
+def _shortened(names):
     return ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
 
 
@@ -126,7 +125,7 @@ def weights_fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _read_shards(index: Path) -> dict[str, StoredTensor]:
+def _read_shards(index):
     """Returns the tensors of all shards of an index. Raises ValueError if the index and the shards disagree."""
     try:
         content = index.read_bytes()

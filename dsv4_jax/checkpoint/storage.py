@@ -143,7 +143,7 @@ def join_scales(
     return tensors, problems
 
 
-def _wrong_scale(codes: StoredTensor, scale: StoredTensor | None, kind: QuantizedKind) -> str:
+def _wrong_scale(codes, scale, kind):
     """Returns a sentence that says why codes and scale do not form a weight of this kind; an empty text if they do."""
     stored = f"{codes.name} is stored as {codes.dtype} {list(codes.shape)}"
     if codes.dtype != CODES[kind] or len(codes.shape) != 2:

@@ -143,7 +143,7 @@ class CudaMemory:
         """Waits until the GPU is idle."""
         self._run("cuCtxSynchronize")
 
-    def _run(self, name: str, *args: Any) -> Any:
+    def _run(self, name, *args) -> Any:
         """Calls a function of the driver like `_call`, with the GPU's context current for this thread meanwhile."""
         self._call("cuCtxPushCurrent", self._context)
         try:
@@ -151,7 +151,7 @@ class CudaMemory:
         finally:
             self._call("cuCtxPopCurrent")
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, name, *args) -> Any:
         """Calls a function of the driver. Returns its result, or a list if it has several results or none.
 
         If the call fails, raises MemoryError for missing memory, otherwise RuntimeError, with the driver's error name.

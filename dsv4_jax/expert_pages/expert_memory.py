@@ -184,5 +184,5 @@ _PREALLOCATED = (
 )
 
 
-def _gb(count: int) -> str:
+def _gb(count):
     return f"{count / 1e9:.1f} GB"

@@ -172,7 +172,7 @@ def _whole_pages(memory, nbytes):
     return -(-nbytes // memory.page) * memory.page
 
 
-def _map_pages(memory: CudaMemory, nbytes: int, on_host: Sequence[bool], *, for_cpu: bool) -> list[Mapping]:
+def _map_pages(memory, nbytes, on_host, *, for_cpu):
     """Allocates memory for several mappings and maps it to consecutive addresses. If that fails, all memory is freed.
 
     Args:
