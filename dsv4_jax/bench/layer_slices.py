@@ -63,7 +63,7 @@ def _sliced_specs(config, numbers):
     """Returns the specs of the layers `numbers`. A spec refers to another layer by its position in `numbers`."""
     new_numbers = {number: i for i, number in enumerate(numbers)}
     indices = {}  # {group and index in the whole model: index in the slice}
-    counts = collections.Counter[str | None]()
+    counts = collections.Counter()
     specs = []
     for number in numbers:
         spec = config.specs[number]
@@ -86,7 +86,7 @@ def layer_kinds(config: DSV4Config) -> dict[int, int]:
     layer with Engram and one without it are of different kinds.
     """
     firsts = {}  # {properties of a kind: index of the kind's first layer}
-    counts = collections.Counter[int]()
+    counts = collections.Counter()
     for layer in range(config.num_hidden_layers):
         specs = _sliced_specs(config, with_sources(config, [layer]))
         counts[firsts.setdefault((tuple(specs), config.has_engram(layer)), layer)] += 1

@@ -1,7 +1,7 @@
 """`dsv4-jax bench ops`: times of single ops, compared with their XLA versions."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
@@ -20,7 +20,7 @@ from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 # `CASES` maps the name of an op in `dsv4-jax bench ops` to the function that yields the op's cases. The function takes
 # a schema with the model's configuration and the cache's format, and ignores the schema's sizes.
-CASES: dict[str, Callable[[CacheSchema], Iterator[Case]]] = {
+CASES = {
     "append": append_cases,
     "flush": flush_cases,
     "gather": gather_cases,

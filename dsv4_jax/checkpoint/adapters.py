@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -163,14 +163,14 @@ def _read(folder, places):
         text = (folder / _CONFIG).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read {folder / _CONFIG}: {error.strerror}") from None
-    config: dict[str, Any] = parse_json(str(folder / _CONFIG), text)
+    config = parse_json(str(folder / _CONFIG), text)
     for field, accepted in _PLAIN.items():
         if config.get(field) not in accepted:
             raise ValueError(f"{field}={config.get(field)!r} in {_CONFIG} must be {accepted[-1]!r}")
     rank = check_whole("r", config.get("r"), 1, 2**16)
     scale = check_positive("lora_alpha", config.get("lora_alpha"))
     scale /= math.sqrt(rank) if config.get("use_rslora") else rank
-    maps: dict[str, dict[str, np.ndarray]] = {}  # {module: {"down" or "up": matrix}}
+    maps = {}  # {module: {"down" or "up": matrix}}
     for key, tensor in read_file(folder / _TENSORS).items():
         match = _NAME.fullmatch(key)
         if match is None or match[1] not in places:

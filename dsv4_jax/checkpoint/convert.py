@@ -86,7 +86,7 @@ def convert_checkpoint(
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():
         raise ValueError(f"{partial} exists: another conversion writes there, or was interrupted; then remove it")
-    losses: dict[str, RoundingLoss] = collections.defaultdict(RoundingLoss)
+    losses = collections.defaultdict(RoundingLoss)
 
     def arrays():
         """Yields the arrays to write, in the order of the headers."""

@@ -39,7 +39,7 @@ from dsv4_jax.nn.parameters import (
 from dsv4_jax.nn.shardings import check_blocks, parameter_sharding, sharded_structs
 from dsv4_jax.nn.token_map import compressed_token_ids
 from dsv4_jax.parallel.mesh import check_mesh, check_shardable
-from dsv4_jax.quant import BLOCKS, QuantizedKind, quantized_struct
+from dsv4_jax.quant import BLOCKS, quantized_struct
 
 
 _MAX_HOST_BYTES = 1 << 26  # maximum number of bytes of an array that is assembled on the host
@@ -119,7 +119,7 @@ def load_checkpoint(
     assert {weight.path for weight in table} == views.keys() - token_maps, "the table of keys and the model disagree"
     token_ids = _read_token_ids(path, config) if token_maps else None
 
-    groups: dict[int, list[Weight]] = collections.defaultdict(list)  # {id of a variable: weights that it holds}
+    groups = collections.defaultdict(list)  # {id of a variable: weights that it holds}
     for weight in table:
         groups[id(views[weight.path].variable)].append(weight)
     # Experts are loaded last if there is `expert_memory`, and get the memory that the other weights leave.
@@ -223,7 +223,7 @@ class _Loader:
 
         Raises ValueError if the mesh would split a block of weights that share a scale.
         """
-        kinds: set[QuantizedKind] = set()
+        kinds = set()
         for weight in weights:
             for source in weight.sources:
                 piece = self.tensors[source]

@@ -31,7 +31,7 @@ def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, .
     Raises:
       ValueError: layers have different numbers of experts.
     """
-    shapes: dict[str, list[tuple[int, ...]]] = {}  # {layer: shapes of the codes of its matrices}
+    shapes = {}  # {layer: shapes of the codes of its matrices}
     for weight in table:
         if weight.is_expert:
             shapes.setdefault(weight.module, []).append(weight.packed_shape)

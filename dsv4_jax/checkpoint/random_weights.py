@@ -28,7 +28,7 @@ from dsv4_jax.expert_pages import ExpertMemory, HostTables, selection_shares
 from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
 from dsv4_jax.nn.engram import random_token_map
 from dsv4_jax.nn.layers import ABSTRACT
-from dsv4_jax.nn.parameters import ParameterView, parameter_views
+from dsv4_jax.nn.parameters import parameter_views
 from dsv4_jax.nn.shardings import parameter_sharding, sharded_structs
 from dsv4_jax.quant import QuantizedWeight, is_quantized_kind, quantized_struct
 
@@ -233,7 +233,7 @@ def selection_bias(shares: Float[np.ndarray, "E"], logit_std: float) -> Float[np
 
 def _place_experts(views, expert_memory):
     """Makes the codes and scales of all experts from random bytes, where `expert_memory` has planned them."""
-    stacks: dict[int, list[tuple[str, ParameterView]]] = collections.defaultdict(list)
+    stacks = collections.defaultdict(list)
     for path, view in views.items():
         module = path.rpartition(".")[0]
         if module in expert_memory.layers:

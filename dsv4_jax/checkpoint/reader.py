@@ -139,7 +139,7 @@ def _read_shards(index):
             raise ValueError(f"{index} places {name} in {file!r:.200}; it must be the name of a file beside the index.")
         if not os.path.isfile(index.parent / file):  # unlike Path.is_file, it returns False for impossible names
             raise ValueError(f"{index} places {name} in {file:.200}, and there is no such file.")
-    tensors: dict[str, StoredTensor] = {}
+    tensors = {}
     for file in sorted(set(weight_map.values())):
         shard = read_file(index.parent / file)
         if twice := sorted(shard.keys() & tensors.keys()):

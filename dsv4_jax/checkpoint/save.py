@@ -131,7 +131,7 @@ def write_checkpoint(
     for name in (INDEX_NAME, SINGLE_NAME):  # an earlier checkpoint in this folder may have left one of them
         (folder / name).unlink(missing_ok=True)
 
-    shards: list[list[TensorHeader]] = [[]]
+    shards = [[]]
     for entries in headers:
         if shards[-1] and sum(entry.nbytes for entry in shards[-1] + entries) > shard_bytes:
             shards.append([])

@@ -20,7 +20,7 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 
 
 # `CODES` maps each kind to the dtype of its codes.
-CODES: dict[str, str] = {kind: "I8" if kind == "FP4" else "F8_E4M3" for kind in BLOCKS}
+CODES = {kind: "I8" if kind == "FP4" else "F8_E4M3" for kind in BLOCKS}
 _CHUNK = 1 << 10  # number of rows that are scaled at a time, a multiple of a block's rows
 # Kernels compute exactly with scales whose bytes are in this range, both ends included. They multiply each value by
 # 2**-32. The product is then zero or a normal bfloat16, because the largest value is 448 * 2**33, and the smallest

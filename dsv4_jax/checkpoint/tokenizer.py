@@ -76,7 +76,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = []
         self._known = 0  # number of leading `_ids` whose text was returned
 
     def add(self, token: int) -> str:

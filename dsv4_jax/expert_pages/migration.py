@@ -122,7 +122,7 @@ class ExpertMigration:
             close: Any = weakref.finalize(self, self._mover.close)
             close.atexit = False  # the driver frees the memory of a process that ends
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "expert-migration")
-        self._job: concurrent.futures.Future[None] = self._thread.submit(lambda: None)
+        self._job = self._thread.submit(lambda: None)
         self._debt = 0.0  # seconds for which moves kept the GPU idle, minus `remap_share` of the time since
         self._last = time.perf_counter()
         self._saved = time.perf_counter()

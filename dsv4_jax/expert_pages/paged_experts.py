@@ -256,9 +256,9 @@ class Mover:
         self.swaps: list[tuple[int, int, int]] = []
         self._memory = memory
         self._layers = layers
-        self._copies: list[tuple[Mapping, Mapping]] = []  # (memory of an expert, spare memory with a copy of it)
+        self._copies = []  # (memory of an expert, spare memory with a copy of it)
         # For each matrix of a layer, `_spares` lists spare memory for each swap, once on the GPU and once on the host.
-        self._spares: list[list[Mapping]] = []
+        self._spares = []
         try:
             for pages in layers[0]:
                 self._spares.append(_map_pages(memory, pages.nbytes, [False, True] * batch, for_cpu=False))
