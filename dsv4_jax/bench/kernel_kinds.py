@@ -60,11 +60,11 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
         by_kind[kind] += milliseconds / calls
         by_name.setdefault((re.sub(r"_\d+$", "", name), kind), []).append(milliseconds / calls)
     rows = [
-        {"name": name, "kind": kind, "launches": len(times) / calls, "milliseconds": round(sum(times), 4)}
+        {"name": name, "kind": kind, "launches": len(times) / calls, "milliseconds": sum(times)}
         for (name, kind), times in by_name.items()
     ]
     return {
-        "kernel_milliseconds": {kind: round(milliseconds, 4) for kind, milliseconds in by_kind.items()},
+        "kernel_milliseconds": by_kind,
         "longest_kernels": sorted(rows, key=lambda row: -row["milliseconds"])[:LONGEST],
         "launches": len(launches) / calls,
     }

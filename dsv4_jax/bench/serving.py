@@ -198,7 +198,6 @@ def _measurements(metrics, first_tokens, seconds):
         "steps": metrics.steps,
         "seconds": seconds,
         "generated_tokens_per_second": metrics.generated_tokens / seconds,
-        "total_tokens_per_second": (tokens_sent + metrics.generated_tokens) / seconds,
         "first_token_milliseconds": {
             "median": statistics.median(waits),
             "p95": waits[int(0.95 * (len(waits) - 1))],

@@ -79,9 +79,8 @@ class ModelSetup:
         """Does the same as `fit_tables`. Prints and reports the numbers of rows of the tables if they are reduced."""
         reduced = self.fit_tables(config)
         if config.engram is not None and reduced.engram is not None and reduced != config:
-            tables = {"engram_rows": reduced.engram, "engram_rows_of_release": config.engram}
-            report |= {name: engram.num_embeddings for name, engram in tables.items()}
-            rows, whole = (" and ".join(f"{count:,}" for count in report[name]) for name in tables)
+            rows = report["engram_rows"] = reduced.engram.num_embeddings
+            whole = report["engram_rows_of_release"] = config.engram.num_embeddings
             print(f"Engram's tables have {rows} rows, not {whole}, which this machine does not hold")
         return reduced
 

@@ -286,7 +286,7 @@ def _router_case(config, tokens, *, hashed):
     def agree(result, expected):
         """Allows rounding errors: 1% of the selections may differ, and weights by a relative error of 1e-4."""
         if result.dtype == jnp.int32:
-            return jnp.mean((result == expected).astype(jnp.float32)) >= 0.99
+            return jnp.mean(result == expected) >= 0.99
         return close(1e-4, 0.0)(result, expected)
 
     return Case(

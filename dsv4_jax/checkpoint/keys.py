@@ -166,11 +166,6 @@ class Weight:
         """Whether the parameter holds a matrix of all routed experts of a layer."""
         return self.module.endswith(".experts")
 
-    @property
-    def packed_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter's FP4 codes."""
-        return *self.shape[:-1], self.shape[-1] // 2
-
     def stored_dtype(self, storage: Storage) -> str:
         """Returns the dtype or kind of the parameter's tensors in files of the given storage, see `save_release`."""
         if storage == "quantized" or self.dtype == "I64":

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from dsv4_jax.checkpoint.keys import ENGRAM_TABLE, TABLES, Weight
 from dsv4_jax.expert_pages import ExpertMemory, HostTables
+from dsv4_jax.quant import quantized_shapes
 
 
 Pieces = Sequence[Callable[[], np.ndarray]]  # see `Staging.place`
@@ -34,7 +35,8 @@ def expert_shapes(table: Iterable[Weight]) -> tuple[list[str], list[tuple[int, .
     shapes = {}  # {layer: shapes of the codes of its matrices}
     for weight in table:
         if weight.is_expert:
-            shapes.setdefault(weight.module, []).append(weight.packed_shape)
+            codes, _ = quantized_shapes("FP4", weight.shape)
+            shapes.setdefault(weight.module, []).append(codes)
     first, *others = shapes
     for layer in others:
         if shapes[layer] != shapes[first]:
