@@ -279,8 +279,8 @@ class _Loader:
                 # threads copy them. Other weights are dequantized, one at a time.
                 are_stored = all(isinstance(self.tensors[source], StoredTensor) for source in weight.sources)
                 threads = are_stored or field is not None
-                for place, shard in shards:
-                    fill({bounds_of(place[-len(shape) :], shape): shard[index]}, pieces, shape, check, threads)
+                for shard_index, shard in shards:
+                    fill({bounds_of(shard_index[-len(shape) :], shape): shard[index]}, pieces, shape, check, threads)
                 if not shards:
                     # The sharding of this weight alone, without the axes of layers.
                     part = where and NamedSharding(where.mesh, PartitionSpec(*where.spec[view.num_layer_axes :]))
