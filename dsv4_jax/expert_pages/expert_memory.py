@@ -48,18 +48,21 @@ class ExpertMemory:
       device_bytes: bytes of the GPU that the experts' codes may take. None = all bytes that are free when `plan` is
         called, except the experts' scales and `reserved_bytes`.
       reserved_bytes: bytes of the GPU that stay free for the cache and for programs, if `device_bytes` is None.
-      memory: virtual memory of the GPU; None = that of the default device.
+      memory: virtual memory of the GPU; by default that of JAX's first device.
       frequencies: {name of a layer: [E] how often each expert is selected}. The most frequent experts lie on the GPU.
         Among equally frequent ones, and in a layer that is missing here, the experts on the GPU are spread evenly over
         the expert numbers.
       placement_file: file in which `migration` keeps the frequencies for later processes. `plan` reads those of earlier
         processes from it, unless the file is missing or invalid. None for no file.
       layers: {name of a layer: expert pages of each of its matrices that is placed}, in the order of `plan`.
+
+    Raises:
+      ValueError: the device cannot map host memory, see `CudaMemory`.
     """
 
     device_bytes: int | None = None
     reserved_bytes: int = dataclasses.field(default_factory=program_bytes)
-    memory: CudaMemory | None = None
+    memory: CudaMemory = dataclasses.field(default_factory=lambda: CudaMemory(jax.devices()[0]))
     frequencies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     placement_file: Path | None = None
     layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
@@ -72,7 +75,7 @@ class ExpertMemory:
 
         None if all experts lie on the GPU, or if no memory is left for moving them, which is logged.
         """
-        if self.memory is None or not self.host_bytes:
+        if not self.host_bytes:
             return None
         try:
             return ExpertMigration(self.memory, self.layers, self.frequencies, self.placement_file)
@@ -93,15 +96,13 @@ class ExpertMemory:
           shapes: for each of a layer's matrices, the shape [E, ...] of its uint8 codes. Layers have equal shapes.
 
         Raises:
-          ValueError: the GPU or the host has too little free memory, or the device cannot map host memory, see
-            `CudaMemory`.
+          ValueError: the GPU or the host has too little free memory.
         """
-        memory = self._opened_memory()
         experts = shapes[0][0]
         # `expert_bytes` is the size of one expert of each layer, summed over all layers.
         expert_bytes = len(layers) * sum(math.prod(shape[1:]) for shape in shapes)
         total_bytes = experts * expert_bytes
-        free = memory.free_bytes()
+        free = self.memory.free_bytes()
         scale_bytes = total_bytes // CODES_PER_SCALE
         room = free - scale_bytes - self.reserved_bytes if self.device_bytes is None else self.device_bytes
         if self.device_bytes is not None and min(room, total_bytes) > free:
@@ -109,7 +110,7 @@ class ExpertMemory:
         device_experts = min(experts, max(room, 0) // expert_bytes)
         host_experts = experts - device_experts
         host_bytes = host_experts * expert_bytes
-        if host_bytes > (available := memory.free_host_bytes()):
+        if host_bytes > (available := self.memory.free_host_bytes()):
             raise ValueError(
                 f"{host_experts} of {experts} experts a layer ({_gb(host_bytes)}) would have to lie in host memory, of "
                 f"which {_gb(available)} are free; the GPU has {_gb(max(room, 0))} for the others. {_PREALLOCATED}"
@@ -141,7 +142,6 @@ class ExpertMemory:
             an expert that lies in host memory is not a whole number of pages.
           MemoryError: the GPU or the host is out of memory.
         """
-        assert self.memory is not None, "plan comes first"
         if unknown := [layer for layer in layers if layer not in self.layers]:
             raise ValueError(f"layers {unknown} are not among the planned ones: {list(self.layers)}")
         if shape[:2] != (len(layers), self._experts) and (len(layers), shape[0]) != (1, self._experts):
@@ -158,7 +158,7 @@ class ExpertMemory:
     @functools.cached_property
     def tables(self) -> HostTables:
         """The allocator of tables in host memory, such as the embedding, so that experts get more GPU memory."""
-        return HostTables(lambda _: self._opened_memory())
+        return HostTables(lambda _: self.memory)
 
     def _is_on_host(self, layer):
         """Returns [E] bool, whether each expert of a layer is to lie in host memory."""
@@ -170,12 +170,6 @@ class ExpertMemory:
         spread = np.arange(self._experts) * (5**0.5 - 1) / 2 % 1
         on_host[np.lexsort((spread, -frequencies))[: self._on_device]] = False
         return on_host
-
-    def _opened_memory(self):
-        """Returns `memory`. If it is None, it is first set to the memory of JAX's first device."""
-        if self.memory is None:
-            self.memory = CudaMemory(jax.devices()[0])
-        return self.memory
 
 
 _PREALLOCATED = (
