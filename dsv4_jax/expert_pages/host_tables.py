@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -37,14 +37,12 @@ class HostTables:
           ValueError: a device cannot map host memory, see `CudaMemory`.
           MemoryError: the host is out of memory.
         """
-        default = {jax.devices()[0]: (slice(None),) * len(shape)}
-        indices = default if where is None else where.addressable_devices_indices_map(shape)
-        shard_shape = shape if where is None else where.shard_shape(shape)
+        sharding = where or SingleDeviceSharding(jax.devices()[0])
         arrays = []
         shards = []
-        for device, index in indices.items():
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
             assert index is not None
-            array, view = empty_on_host(self._memory_of(device), shard_shape, dtype, device)
+            array, view = empty_on_host(self._memory_of(device), sharding.shard_shape(shape), dtype, device)
             arrays.append(array)
             shards.append((index, view))
         whole = arrays[0] if where is None else jax.make_array_from_single_device_arrays(shape, where, arrays)
