@@ -48,6 +48,7 @@ def test_experts_leave_room_for_the_largest_cache(monkeypatch):
     config = read_config(packaged_checkpoint())
     options = EngineOptions(requests=(1, 8), prompts=(), expert_memory="auto")
     schema = CacheSchema(config, **options.cache_sizes(8))
+    monkeypatch.setattr(step_options, "ExpertMemory", functools.partial(ExpertMemory, memory=CpuMemory()))
     monkeypatch.setattr(step_options, "random_model", lambda *_, **__: None)
     tokens = options.max_step_tokens
     made = {
