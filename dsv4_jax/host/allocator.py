@@ -3,6 +3,8 @@
 import collections
 from collections.abc import Callable, Iterable, Sequence
 
+from dsv4_jax.common.arguments import check_whole
+
 
 class CacheFullError(ValueError):
     """An operation needs more slots or blocks than are free; the message gives both numbers. Nothing was changed.
@@ -71,8 +73,7 @@ class BlockAllocator:
           ValueError: `n` is negative.
           CacheFullError: fewer than `n` blocks of the shard are free.
         """
-        if n < 0:
-            raise ValueError(f"{n=} must not be negative")
+        check_whole("n", n, 0)
         self.check_free(n, shard)
         blocks = [self._free[shard].pop() for _ in range(n)]
         for block in blocks:

@@ -318,8 +318,8 @@ class KVCacheManager(Summarized):
           ValueError: the request needs more tokens than `max_context` or than the blocks of a shard hold, or
             `num_tokens` is below 1.
         """
-        if num_tokens is not None and num_tokens < 1:
-            raise ValueError(f"{num_tokens=} must be at least 1")
+        if num_tokens is not None:
+            check_whole("num_tokens", num_tokens, 1)
         needed = max(prompt_length, num_tokens or 0)
         max_context = self.schema.max_context
         if needed > max_context:
@@ -354,7 +354,14 @@ class KVCacheManager(Summarized):
         Raises:
           ValueError: a request would hold more than `max_context` tokens.
         """
-        return self.requests.missing_blocks(slots, counts)
+        now = self.requests.states.numbers[slots]
+        max_context = self.schema.max_context
+        lengths = now["length"] + counts
+        for i in np.flatnonzero(lengths > max_context):
+            raise ValueError(
+                f"slot {slots[i]} holds {now['length'][i]} tokens and cannot take {counts[i]} more: {max_context=}"
+            )
+        return np.maximum(0, -(-lengths // self.schema.block_tokens) - now["num_blocks"])
 
     def allocate(self, slot: int, num_tokens: int) -> None:
         """Reserves blocks for `num_tokens` more tokens of a request, so that no other request can take these blocks.
@@ -363,11 +370,10 @@ class KVCacheManager(Summarized):
           ValueError: the slot is not admitted, the number is negative, or the total exceeds `max_context`.
           CacheFullError: too few blocks are free.
         """
-        if num_tokens < 0:
-            raise ValueError(f"{num_tokens=} must not be negative")
+        check_whole("num_tokens", num_tokens, 0)
         table = self.requests
         state = table.state(slot)
-        (missing,) = table.missing_blocks(np.array([slot]), np.array([num_tokens])).tolist()
+        (missing,) = self.missing_blocks(np.array([slot]), np.array([num_tokens])).tolist()
         if missing:
             with table.transaction({slot: missing}) as acquired:
                 table.commit({slot: dataclasses.replace(state, blocks=state.blocks + acquired[slot])})
@@ -411,8 +417,7 @@ class KVCacheManager(Summarized):
             `prefill_size` allow.
           CacheFullError: too few blocks are free.
         """
-        if reserve < 0:
-            raise ValueError(f"{reserve=} must not be negative")
+        check_whole("reserve", reserve, 0)
         if not isinstance(tokens, Mapping):
             raise TypeError(f"tokens must map slots to token ids, {{slot: ids}}, got a {type(tokens).__name__}")
         if not tokens:
@@ -463,7 +468,7 @@ class KVCacheManager(Summarized):
         )
         states = table.states
         time = table.tick()
-        missing = table.missing_blocks(slots, counts + reserve)
+        missing = self.missing_blocks(slots, counts + reserve)
         before = states.numbers[slots]
         after = self._extended(before, counts)
         after["num_blocks"] += missing
@@ -528,8 +533,7 @@ class KVCacheManager(Summarized):
           ValueError: the slot is not admitted, or `num_tokens` is negative or exceeds the room in the reserved blocks.
         """
         state = self.requests.state(slot)
-        if num_tokens < 0:
-            raise ValueError(f"{num_tokens=} must not be negative")
+        check_whole("num_tokens", num_tokens, 0)
         room = min(state.published_blocks * self.schema.block_tokens, self.schema.max_context) - state.length
         if num_tokens > room:
             raise ValueError(
@@ -564,8 +568,7 @@ class KVCacheManager(Summarized):
             or a block from the new length on is shared.
         """
         state = self.requests.state(slot)
-        if num_tokens < 0:
-            raise ValueError(f"{num_tokens=} must not be negative")
+        check_whole("num_tokens", num_tokens, 0)
         length = state.length - num_tokens
         device_state = step_order.device_state(self.requests, slot)
         # Batches that never ran have overwritten no rows. If all their tokens are taken back, the rings reach as far
@@ -574,13 +577,12 @@ class KVCacheManager(Summarized):
         if is_followed:  # the newest batch began `num_tokens` earlier than the host counted, and overwrote rows there
             base = dataclasses.replace(state, min_length=state.min_length - num_tokens)
         if length < base.min_length:
-            spare = self.schema.max_query_tokens - 1
             not_run = state.length - device_state.length
+            max_query_tokens = self.schema.max_query_tokens
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: it holds {state.length}, its rings reach back to "
-                f"{base.min_length} (max_query_tokens={spare + 1} keeps {spare} spare rows), so at most "
-                f"{state.length - base.min_length} can be forgotten; truncate goes further"
-                + (f"; the {not_run} tokens of batches that did not run can all be taken back" if not_run else "")
+                f"{base.min_length} (the spare rows of {max_query_tokens=}); truncate goes further. The "
+                f"tokens of batches that did not run, here {not_run}, can all be taken back"
             )
         num_full = length // self.schema.block_tokens
         if self.requests.is_shared(state.blocks[num_full:]):
@@ -614,8 +616,7 @@ class KVCacheManager(Summarized):
         self.check_cache(cache, slot)
         table = self.requests
         parent = table.state(slot).shortened(length, slot)
-        if n < 1:
-            raise ValueError(f"{n=} must be at least 1")
+        check_whole("n", n, 1)
         if not parent.length:
             raise ValueError(f"slot {slot} holds no tokens yet: admit another request instead of a fork")
         slots = table.find_slots(n, self.shards.of(slot))

@@ -276,8 +276,8 @@ class RequestTable:
         """Returns the lowest `n` free slots of a shard; raises CacheFullError if fewer are free."""
         if n > len(slots := self.free_slots(shard)):
             raise CacheFullError(
-                f"{n} slot{'s are' if n > 1 else ' is'} needed, {len(slots)} of {self.shards.slots} are "
-                f"free{self.shards.where(shard)}: release a request, or raise max_requests"
+                f"{n} slots are needed, {len(slots)} of {self.shards.slots} are free{self.shards.where(shard)}: "
+                "release a request, or raise max_requests"
             )
         return slots[:n]
 
@@ -328,25 +328,6 @@ class RequestTable:
     def blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that a request of `num_tokens` tokens needs."""
         return -(-num_tokens // self.schema.block_tokens)
-
-    def missing_blocks(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Returns how many blocks each request has to acquire for more tokens, [n] int64.
-
-        Args:
-          slots: [n] slots of the requests.
-          counts: [n] number of further tokens of each request.
-
-        Raises:
-          ValueError: a request would hold more than `max_context` tokens.
-        """
-        now = self.states.numbers[slots]
-        max_context = self.schema.max_context
-        lengths = now["length"] + counts
-        for i in np.flatnonzero(lengths > max_context):
-            raise ValueError(
-                f"slot {slots[i]} holds {now['length'][i]} tokens and cannot take {counts[i]} more: {max_context=}"
-            )
-        return np.maximum(0, -(-lengths // self.schema.block_tokens) - now["num_blocks"])
 
     def is_shared(self, blocks: Iterable[int]) -> bool:
         """Returns whether any of these blocks, which a request owns, has another owner too."""

@@ -80,7 +80,7 @@ class Pair:
     def admit(self):
         slot = next((s for s in range(SLOTS) if s not in self.reserved), None)
         if slot is None:
-            return self.refuses(CacheFullError, "1 slot is needed, 0 of 3 are free", self.manager.admit)
+            return self.refuses(CacheFullError, "1 slots are needed, 0 of 3 are free", self.manager.admit)
         assert self.manager.admit() == slot
         self.reference.admit(slot)
         self.reserved[slot] = self.high_water[slot] = 0

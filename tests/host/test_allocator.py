@@ -95,7 +95,7 @@ def test_a_shared_block_is_free_after_its_last_owner():
         (lambda a: a.release([0, -1]), "block=-1 is unknown"),
         (lambda a: a.share([0, 2]), "block 2 is free"),
         (lambda a: a.share([0, 3]), "block=3 is unknown"),
-        (lambda a: a.acquire(-1), "n=-1 must not be negative"),
+        (lambda a: a.acquire(-1), "n=-1 must be at least 0"),
         (lambda a: a.acquire(2), "2 blocks are needed, 1 of 3 are free"),
         (lambda a: a.references(3), "block=3 is unknown"),
     ],

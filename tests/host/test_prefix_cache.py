@@ -347,12 +347,12 @@ class TestMetricsAndRefusals:
         before = host_state(manager)
         metrics = prefix.metrics
         for error, message, call in [
-            (CacheFullError, "1 slot is needed", lambda: cached.admit(ids(50))),
+            (CacheFullError, "1 slots are needed", lambda: cached.admit(ids(50))),
             (ValueError, "needs 97 tokens, max_context=96", lambda: cached.admit(ids(97))),
             (ValueError, "outside the vocabulary", lambda: cached.admit([999])),
             (ValueError, "slot 0 holds 3 full blocks of 16", lambda: prefix.observe(cached.cache, slot, ids(47))),
             (ValueError, "slot=7 is not admitted", lambda: prefix.observe(cached.cache, 7, ids(47))),
-            (ValueError, "n_blocks=-1 must not be negative", lambda: prefix.evict(-1)),
+            (ValueError, "n_blocks=-1 must be at least 0", lambda: prefix.evict(-1)),
         ]:
             with pytest.raises(error, match=message):
                 call()

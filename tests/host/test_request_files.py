@@ -328,7 +328,7 @@ class TestRefusals:
 
     def test_no_room(self, saved):
         manager, cache, _ = begun(20, max_requests=2)
-        self.refuses(saved[0], (manager, cache), "1 slot is needed", CacheFullError)
+        self.refuses(saved[0], (manager, cache), "1 slots are needed", CacheFullError)
         manager, cache, _ = begun(20, num_blocks=6)
         self.refuses(saved[0], (manager, cache), "3 blocks are needed, 2 of 6 are free", CacheFullError)
 

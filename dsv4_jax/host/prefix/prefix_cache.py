@@ -437,8 +437,7 @@ class PrefixCache(Summarized):
         Raises:
           ValueError: the number is negative.
         """
-        if n_blocks < 0:
-            raise ValueError(f"{n_blocks=} must not be negative")
+        check_whole("n_blocks", n_blocks, 0)
         count = min(n_blocks, self.evictable)
         self.reclaim(count, range(self.manager.shards.count))
         return count
