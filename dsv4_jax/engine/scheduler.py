@@ -327,16 +327,15 @@ class Scheduler:
             )
 
     def _fail_not_finite(self, launched, output):
-        """Ends requests with FloatingPointError if a log-probability of their tokens is not finite."""
+        """Ends requests with FloatingPointError if a log-probability in their output rows is not finite."""
         if (is_finite := np.isfinite(output.logprobs)).all():
             return
         schedule = launched.schedule
-        begins = launched.first_rows + schedule.numbers["num_scored"]
-        for i, tokens in enumerate(_accepted(schedule, launched.first_rows, output)):
-            request = schedule.requests[i]
-            rows = slice(launched.first_rows[i], begins[i] + len(tokens))
-            if request.finish_reason is None and not is_finite[rows].all():
-                last = schedule.ends[i] - schedule.num_rows[i] + is_finite[rows].argmin()
+        num_rows = schedule.num_rows
+        for i, request in enumerate(schedule.requests):
+            rows = is_finite[launched.first_rows[i] :][: num_rows[i]]
+            if request.finish_reason is None and not rows.all():
+                last = schedule.ends[i] - num_rows[i] + rows.argmin()
                 error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
                 self.finish(request, "error", error)
 
