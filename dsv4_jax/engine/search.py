@@ -141,10 +141,8 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
 
     # The last token is drawn but never runs, so the cache needs no room for it.
     slots = [manager.admit(prompt, num_tokens=len(prompt) + max_new_tokens - 1)]
-    *earlier_chunks, last_chunk = np.split(prompt, range(chunk, len(prompt), chunk))
-    for tokens in earlier_chunks:
-        run_step({slots[0]: tokens})
-    top_logprobs = run_step({slots[0]: last_chunk})
+    chunks = np.split(prompt, range(chunk, len(prompt), chunk))
+    top_logprobs = [run_step({slots[0]: tokens}) for tokens in chunks][-1]
     alive = [Candidate([], 0.0)]
     ended = []
     for length in range(1, max_new_tokens + 1):
@@ -186,9 +184,9 @@ def _follow_parents(manager, cache, slots, parents):
             manager.release(slot)
     new_slots = [slots[parent] for parent in parents]
     for parent in sorted(set(parents)):
-        children = [i for i, p in enumerate(parents) if p == parent]
-        if len(children) > 1:
-            forks, cache = manager.fork(cache, slots[parent], len(children) - 1)
-            for i, slot in zip(children[1:], forks, strict=True):
+        _, *others = [i for i, p in enumerate(parents) if p == parent]
+        if others:
+            forks, cache = manager.fork(cache, slots[parent], len(others))
+            for i, slot in zip(others, forks, strict=True):
                 new_slots[i] = slot
     return new_slots, cache
