@@ -177,20 +177,17 @@ class StepRunner:
         if self._processor is None:
             states = [processor.state] * self._manager.schema.max_requests
             self._processor = devices.put(processor.stacked(states), "slots")
-            self._unused_tokens = devices.put(np.zeros((self._manager.schema.max_context,), np.int32))
         slots = np.array([request.slot for request in requests], int)
         admitted = self._manager.admission_times[slots]
         for i in np.flatnonzero(self._begun[slots] != admitted).tolist():
             request = requests[i]
             state = processor.state if request.params.logits_state is None else request.params.logits_state
-            tokens = self._unused_tokens
-            num_generated = request.num_generated
-            if num_generated:
-                tokens = np.zeros(tokens.shape, np.int32)
-                tokens[:num_generated] = request.generated
-            state = jax.tree.map(np.asarray, state)
-            arguments = devices.put((np.int32(request.slot), state, tokens, np.int32(num_generated)))
-            self._processor = begin_slot(self._processor, *arguments)
+            tokens = np.zeros((self._manager.schema.max_context,), np.int32)
+            tokens[: request.num_generated] = request.generated
+            slot, state, num_generated = devices.put(
+                (np.int32(request.slot), jax.tree.map(np.asarray, state), np.int32(request.num_generated))
+            )
+            self._processor = begin_slot(self._processor, slot, state, devices.put_changed(tokens), num_generated)
             self._begun[request.slot] = admitted[i]
 
     def _with_output(self, launched, output):
