@@ -58,9 +58,6 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.pending_outputs: dict[Request, int] = {}
         self.current: tuple[Request, ...] = ()
-        # `restart` gives a new cache the same shardings. None = an uncommitted array, which must stay uncommitted:
-        # committed arrays would need another compiled program.
-        self._shardings = jax.tree.map(lambda x: x.sharding if x.committed else None, self.cache)
 
     def add(self, *requests: Request) -> None:
         """Adds requests to `running` if they have a slot, else to `waiting`."""
@@ -150,8 +147,7 @@ class Scheduler:
                 self.finish(request, request.finish_reason, request.error)
         if _is_lost(self.cache):
             cache = self.manager.init_cache()
-            cache = cache if self.cache.expert_counts is None else cache.with_expert_counts()
-            self.cache = jax.device_put(cache, self._shardings)
+            self.cache = cache if self.cache.expert_counts is None else cache.with_expert_counts()
 
     def recompute(self) -> None:
         """Queues all requests so that they run all their tokens again, after the model got other weights.
