@@ -14,13 +14,16 @@ from dsv4_jax.cache import KVCache
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.logits_processor import LogitsProcessor, begin_slot
 from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import GREEDY, BatchedSamplingParams, LogprobOptions
+from dsv4_jax.decode.sampling import BatchedSamplingParams, LogprobOptions
 from dsv4_jax.decode.step import EarlierTokens, draw_step, logits_step, sample_step
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
 from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, offload, resume
 from dsv4_jax.host.cache_devices import consecutive
+
+
+NO_REQUEST = RequestParams(1)  # the parameters of slots without a request: greedy, with the seed 0
 
 
 class StepRunner:
@@ -65,7 +68,7 @@ class StepRunner:
         self.forget_logits_states()
         self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())
         # This keeps the parameters of the previous step's requests by slot, and the result of `_parameters` for them.
-        self._last_parameters: tuple[list[RequestParams | None], Any] = [], None
+        self._last_parameters: tuple[list[RequestParams], Any] = [], None
 
     @property
     def compilations(self) -> int:
@@ -243,18 +246,18 @@ class StepRunner:
 
         Slots without a request are greedy. The third item is None if the model has no adapters.
         """
-        params: list[RequestParams | None] = [None] * self._manager.schema.max_requests
+        params = [NO_REQUEST] * self._manager.schema.max_requests
         for request in requests:
             params[request.slot] = request.params
         last_params, last_result = self._last_parameters
         if params == last_params:
             return last_result
-        sampling = BatchedSamplingParams.of([GREEDY if p is None else p.sampling for p in params])
-        seeds = np.array([p.seed if p else 0 for p in params], np.uint32)
+        sampling = BatchedSamplingParams.of([p.sampling for p in params])
+        seeds = np.array([p.seed for p in params], np.uint32)
         adapters = None
         if names := self.adapter_names:
             numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)}
-            adapters = np.array([numbers.get(p.adapter, -1) if p else -1 for p in params], np.int32)
+            adapters = np.array([numbers.get(p.adapter, -1) for p in params], np.int32)
         self._last_parameters = params, (sampling, seeds, adapters)
         return sampling, seeds, adapters
 
@@ -328,7 +331,7 @@ class StepRunner:
 
 def _request_of_zeros(manager, count):
     """Returns a request with a prompt of `count` zeros, for a warm-up, and admits it to a slot."""
-    request = Request(None, np.zeros((count,), np.int32), RequestParams(1), order=0)
+    request = Request(None, np.zeros((count,), np.int32), NO_REQUEST, order=0)
     request.slot = manager.admit(num_tokens=count)
     return request
 
