@@ -159,7 +159,7 @@ class PrefixCache(Summarized):
     def metrics(self) -> PrefixMetrics:
         """The counters so far."""
         snapshots = len(self._snapshots)
-        files = None if self._stored is None else dataclasses.replace(self._stored.files.metrics)
+        files = None if self.files is None else dataclasses.replace(self.files.metrics)
         return dataclasses.replace(
             self._metrics,
             blocks=len(self._tree.nodes),
@@ -315,16 +315,14 @@ class PrefixCache(Summarized):
         if not num_full or state.weights != self._table.weights:
             return
         with self._table.transaction():
-            path = state.cached_blocks
-            if len(path) < num_full or not path[-1].alive:
-                # Keeps the nodes that are still in the tree, and appends a node for each later block.
-                path = list(itertools.takewhile(lambda node: node.alive, path))
-                if (num_known := len(path)) < num_full:
-                    ids = self.manager.check_ids(tokens[num_known * block_tokens : num_full * block_tokens], "tokens")
-                    digests = list(self._digests(ids, salt, path))
-                    for digest, block in zip(digests, state.blocks[num_known:num_full], strict=True):
-                        self._append_block(path, digest, block)
-                    self._tree.touch(path[num_known:])
+            # Keeps the nodes that are still in the tree, and appends a node for each later block.
+            path = list(itertools.takewhile(lambda node: node.alive, state.cached_blocks))
+            if (num_known := len(path)) < num_full:
+                ids = self.manager.check_ids(tokens[num_known * block_tokens : num_full * block_tokens], "tokens")
+                digests = list(self._digests(ids, salt, path))
+                for digest, block in zip(digests, state.blocks[num_known:num_full], strict=True):
+                    self._append_block(path, digest, block)
+                self._tree.touch(path[num_known:])
                 self._table.commit({slot: dataclasses.replace(state, cached_blocks=path)})
             if self.debug and (new_nodes := [node for node in path if node.sums is None]):
                 all_sums = block_sums(self._devices, cache, [node.block for node in new_nodes])
