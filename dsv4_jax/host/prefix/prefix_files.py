@@ -88,19 +88,20 @@ class PrefixFiles(Summarized):
       metrics: the counters.
     """
 
-    def __init__(self, directory: str | Path, max_bytes: int | str, *, max_pending_bytes: int | str = 2**28):
+    max_pending_bytes = 2**28
+
+    def __init__(self, directory: str | Path, max_bytes: int | str):
         """Opens the folder, which is made if it does not exist.
 
         Args:
-          directory, max_bytes, max_pending_bytes: see the class. Sizes may be text, such as "200GB".
+          directory, max_bytes: see the class. The size may be text, such as "200GB".
 
         Raises:
-          TypeError, ValueError: a size is neither a positive integer nor text such as "200GB".
+          TypeError, ValueError: `max_bytes` is neither a positive integer nor text such as "200GB".
           ValueError: the folder cannot be written, belongs to another user, or other users may write into it.
         """
         self.directory = Path(directory)
         self.max_bytes = parse_bytes(max_bytes, "max_bytes")
-        self.max_pending_bytes = parse_bytes(max_pending_bytes, "max_pending_bytes")
         self.metrics = PrefixFileMetrics()
         self._pending_bytes = 0
         self._pending = threading.Condition()
