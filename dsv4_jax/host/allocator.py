@@ -95,8 +95,9 @@ class BlockAllocator:
         Raises:
           ValueError: an id is unknown or its block is free.
         """
-        for block in set(blocks):
-            self._check_held(block)
+        for block in blocks:
+            if not self.references(block):
+                raise ValueError(f"block {block} is free: it was released before or never acquired")
         for block in blocks:
             self._references[block] += 1
         self.listener(blocks)
@@ -111,11 +112,8 @@ class BlockAllocator:
         """
         drops = collections.Counter(blocks)
         for block, count in drops.items():
-            self._check_held(block)
-            if count > self._references[block]:
-                raise ValueError(
-                    f"block {block} is released {count} times but has {self._references[block]} references"
-                )
+            if count > (references := self.references(block)):
+                raise ValueError(f"block {block} is released {count} times but has {references} references")
         for block, count in drops.items():
             self._references[block] -= count
             if not self._references[block]:
@@ -151,7 +149,3 @@ class BlockAllocator:
         for block in blocks:
             shards[self.shard(block)].append(block)
         return shards
-
-    def _check_held(self, block):
-        if not self.references(block):
-            raise ValueError(f"block {block} is free: it was released before or never acquired")

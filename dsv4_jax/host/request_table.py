@@ -4,8 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -176,7 +175,8 @@ class RequestTable:
       evictor: the prefix cache, which evicts blocks before a request is refused; None = there is no prefix cache.
       states: the state of each admitted request by slot.
       weights: version of the model's weights, 0 at first; a prefix cache increments it when the model's weights change.
-      newest_lengths: weak reference to the array `lengths` of the newest known cache, or None; see `host.step_order`.
+      newest_lengths: weak reference to the array `lengths` of the newest known cache, a function that returns the array
+        or None; see `host.step_order`.
     """
 
     def __init__(self, schema: CacheSchema, shards: Shards, devices_per_shard: int = 1):
@@ -194,7 +194,7 @@ class RequestTable:
         self.states = RequestStates(np.zeros((schema.max_requests,), NUMBERS))
         self._time = 0
         self.weights = 0
-        self.newest_lengths: weakref.ref[jax.Array] | None = None
+        self.newest_lengths: Callable[[], jax.Array | None] = lambda: None
 
     def state(self, slot: int) -> RequestState:
         """Returns the state of a request.

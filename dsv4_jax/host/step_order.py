@@ -281,6 +281,5 @@ def _follow(table, old, new, slots, after, before=None):
 
 def _newest(table):
     """Returns the record of a manager's newest cache; None if there is no record, or the cache was donated or freed."""
-    lengths = None if table.newest_lengths is None else table.newest_lengths()
-    contents = None if lengths is None or lengths.is_deleted() else _record_of(lengths)
-    return contents if contents is not None and contents.table is table else None
+    lengths = table.newest_lengths()
+    return None if lengths is None or lengths.is_deleted() else _record_of(lengths)
