@@ -266,20 +266,21 @@ class Scheduler:
         for i in np.flatnonzero(numbers["num_scored"]).tolist():
             rows = slice(first_rows[i], first_rows[i] + numbers["num_scored"][i])
             requests[i].score(int(numbers["start"][i]) + 1, output.logprobs[rows], tops and tops[rows])
-        if output.draft_tokens is not None:
-            for i in np.flatnonzero(numbers["samples"]).tolist():
+        tokens = output.tokens.tolist()
+        logprobs = output.logprobs.tolist()
+        begins = (first_rows + numbers["num_scored"]).tolist()
+        ends = (first_rows + schedule.num_rows).tolist()
+        for i in np.flatnonzero(numbers["samples"]).tolist():
+            drawn = tokens[begins[i] : ends[i]]
+            if count := int(numbers["num_drafts"][i]):
+                drawn = accept(schedule.tokens[i][-count:].tolist(), drawn)
+            rows = slice(begins[i], begins[i] + len(drawn))
+            self.pending_outputs.setdefault(requests[i], requests[i].num_tokens)
+            new_tokens = requests[i].extend(drawn, logprobs[rows], count, tops and tops[rows])
+            self.metrics.generated_tokens += new_tokens
+            if output.draft_tokens is not None:
                 drafts = output.draft_tokens[numbers["slot"][i]]
                 requests[i].device_drafts = drafts[drafts >= 0]
-        logprobs = output.logprobs.tolist()
-        accepted = _accepted(schedule, first_rows, output)
-        begins = (first_rows + numbers["num_scored"]).tolist()
-        num_drafts = numbers["num_drafts"].tolist()
-        for request, tokens, begin, count in zip(requests, accepted, begins, num_drafts, strict=True):
-            if tokens:
-                end = begin + len(tokens)
-                self.pending_outputs.setdefault(request, request.num_tokens)
-                top = tops and tops[begin:end]
-                self.metrics.generated_tokens += request.extend(tokens, logprobs[begin:end], count, top)
         num_read = numbers["num_tokens"] - numbers["num_drafts"]
         self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
 
@@ -501,18 +502,6 @@ class Scheduler:
 
 
 _rank = operator.attrgetter("rank")
-
-
-def _accepted(schedule, first_rows, output):
-    """Returns for each request the list of its new tokens: the accepted drafts and the token drawn after them."""
-    numbers = schedule.numbers
-    tokens = output.tokens.tolist()
-    ends = first_rows + schedule.num_rows
-    begins = first_rows + numbers["num_scored"]
-    drawn = [tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-    for i in np.flatnonzero(numbers["num_drafts"]).tolist():
-        drawn[i] = accept(schedule.tokens[i][-numbers["num_drafts"][i] :].tolist(), drawn[i])
-    return drawn
 
 
 def _keep_decisions(schedule, begins, decisions):
