@@ -334,17 +334,18 @@ class CacheSchema:
         return self.config.num_hidden_layers * self.config.head_dim * 2
 
 
-def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
-    """Computes the number of blocks for which a cache fits into `memory_bytes`.
+def compute_block_budget(config: DSV4Config, memory_bytes: int, devices: int = 1, **sizes) -> int:
+    """Computes the number of blocks on a device for which its part of a cache fits into `memory_bytes`.
 
     Args:
       config: configuration of the model.
-      memory_bytes: budget for the whole cache, in bytes.
+      memory_bytes: budget for the whole cache of a device, in bytes.
+      devices: number of devices among which blocks are divided. Each device holds the rows of all slots.
       **sizes: the other fields of `CacheSchema`, without `num_blocks`.
 
     Returns:
-      The largest `num_blocks` for which `CacheSchema.memory_bytes()` is within the budget. If the model has no
-      compressed entries, blocks take no memory, and the result is `max_requests * max_blocks`.
+      The largest `num_blocks` for which `CacheSchema.memory_bytes()` is within the budget, but at most a device's
+      blocks if the requests in all slots have the maximum length.
 
     Raises:
       ValueError: the fixed bytes of all slots and one block exceed the budget.
@@ -357,7 +358,8 @@ def compute_block_budget(config: DSV4Config, memory_bytes: int, **sizes) -> int:
             f"memory={memory_bytes} holds no block: {empty.max_requests} slots take {fixed_bytes} bytes "
             f"({empty.bytes_per_request} each) and a block takes {bytes_per_block}; raise memory or lower max_requests"
         )
-    return (memory_bytes - fixed_bytes) // bytes_per_block if bytes_per_block else empty.max_requests * empty.max_blocks
+    full_blocks = -(-empty.max_requests * empty.max_blocks // devices)
+    return min(full_blocks, (memory_bytes - fixed_bytes) // bytes_per_block) if bytes_per_block else full_blocks
 
 
 # A cache and a model that uses the cache must agree in these fields of a DSV4Config, and in `layers`.

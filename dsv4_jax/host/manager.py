@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
 from dsv4_jax.cache.request_rows import copy_request
 from dsv4_jax.common.arguments import check_whole
-from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
+from dsv4_jax.common.mesh_axes import DATA_AXIS
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.common.summary import Share, Summarized
 from dsv4_jax.config import DSV4Config
@@ -108,13 +108,9 @@ class KVCacheManager(Summarized):
         devices_per_shard = check_context_parallel(mesh_shape, context_parallel, num_blocks or 0)
         if num_blocks is None and memory is not None:
             num_shards = mesh_shape.get(DATA_AXIS, 1)
-            slots = max_requests // num_shards
-            fields: dict[str, Any] = {"max_requests": slots, "context_parallel": context_parallel, **sizes}
-            budget = compute_block_budget(config, parse_bytes(memory), **fields)
-            shard_schema = CacheSchema(config, 0, **fields)
-            # Number of blocks on a device if the requests in all slots have the maximum length.
-            full_blocks = -(-slots * shard_schema.max_blocks // devices_per_shard)
-            num_blocks = num_shards * devices_per_shard * min(budget, full_blocks)
+            fields = {"max_requests": max_requests // num_shards, "context_parallel": context_parallel, **sizes}
+            budget = compute_block_budget(config, parse_bytes(memory), devices_per_shard, **fields)
+            num_blocks = num_shards * devices_per_shard * budget
         elif num_blocks is None or memory is not None:
             raise ValueError(f"give exactly one of memory and num_blocks; got {memory=} and {num_blocks=}")
         self.schema = CacheSchema(
@@ -122,7 +118,7 @@ class KVCacheManager(Summarized):
         )
         self.devices = CacheDevices(self.schema, mesh)
         self.shards = self.devices.shards
-        self.requests = RequestTable(self.schema, self.shards, mesh_shape.get(MODEL_AXIS, 1) if context_parallel else 1)
+        self.requests = RequestTable(self.schema, self.shards, devices_per_shard)
 
     def _summary(self) -> dict[str, Any]:
         rooms = {}
