@@ -41,10 +41,15 @@ def check_whole(name: str, value: Any, least: int | None = None, most: int | Non
     return number
 
 
+def check_type(name: str, value: Any, types: Any, kind: str) -> None:
+    """Raises TypeError with the message "NAME=VALUE must be KIND" unless the value is an instance of `types`."""
+    if not isinstance(value, types):
+        raise TypeError(f"{name}={value!r} must be {kind}")
+
+
 def check_flag(name: str, value: Any, reason: str = "") -> None:
     """Raises TypeError unless the value is a bool; `reason` ends the message "NAME=VALUE must be True or False"."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False{reason}")
+    check_type(name, value, bool, f"True or False{reason}")
 
 
 def check_choice(name: str, value: Any, *choices: Any, reason: str = "") -> None:

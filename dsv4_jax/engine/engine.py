@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.common.arguments import check_choice
+from dsv4_jax.common.arguments import check_choice, check_type
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.decode.drafts import DraftOptions
 from dsv4_jax.decode.exact_logprobs import RolloutShape
@@ -252,8 +252,7 @@ class Engine(Summarized):
             if (processor := self.config.logits_processor) is None:
                 raise ValueError("logits_state: the engine has no logits_processor")
             logits_state = processor.check_state(logits_state, "logits_state")
-        if not isinstance(id, Hashable):
-            raise TypeError(f"{id=} must be hashable")
+        check_type("id", id, Hashable, "hashable")
         if id is not None and id in self._scheduler.requests:
             raise ValueError(f"{id=} belongs to a request that has not finished")
         order = self._next_order()

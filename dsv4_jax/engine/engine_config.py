@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsv4_jax.cache import Decisions
-from dsv4_jax.common.arguments import check_flag, check_whole
+from dsv4_jax.common.arguments import check_flag, check_type, check_whole
 from dsv4_jax.decode.drafts import DraftOptions, check_drafts
 from dsv4_jax.decode.logits_processor import LogitsProcessor
 from dsv4_jax.engine.drafters import Drafter
@@ -93,8 +93,7 @@ class EngineConfig:
                 f"{slots} requests"
             )
         if (processor := self.logits_processor) is not None:
-            if not isinstance(processor, LogitsProcessor):
-                raise TypeError(f"logits_processor must be a LogitsProcessor, not a {type(processor).__name__}")
+            check_type("logits_processor", processor, LogitsProcessor, "a LogitsProcessor")
             processor.check(schema.config.vocab_size)
         check_whole("max_logprobs", self.max_logprobs, 0, schema.config.vocab_size)
         record = self.record_decisions

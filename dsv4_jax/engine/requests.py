@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from dsv4_jax.cache import Decisions
-from dsv4_jax.common.arguments import check_flag, check_whole
+from dsv4_jax.common.arguments import check_flag, check_type, check_whole
 from dsv4_jax.common.summary import Share, Summarized
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
 from dsv4_jax.host import KVCacheManager, OffloadedRequest
@@ -70,10 +70,8 @@ class RequestParams:
         check_flag("prompt_logprobs", self.prompt_logprobs, "; top_logprobs is a number")
         if self.draft_tokens is not None:
             check_whole("draft_tokens", self.draft_tokens, 0)
-        if not isinstance(self.cache_salt, str):
-            raise TypeError(f"cache_salt={self.cache_salt!r} must be text")
-        if not isinstance(self.adapter, str | None):
-            raise TypeError(f"adapter={self.adapter!r} must be the name of an adapter, or None")
+        check_type("cache_salt", self.cache_salt, str, "text")
+        check_type("adapter", self.adapter, str | None, "the name of an adapter, or None")
         object.__setattr__(self, "seed", check_whole("seed", self.seed) % 2**32)
         object.__setattr__(self, "stop_tokens", check_stop_tokens(self.stop_tokens))
         if isinstance(self.grammar, str | dict):
@@ -337,8 +335,7 @@ class Output(NamedTuple):
 
 def check_sampling(sampling: SamplingParams) -> SamplingParams:
     """Returns the argument; raises TypeError if it is not a `SamplingParams`."""
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"{sampling=} must be a SamplingParams, such as SamplingParams(temperature=0.8)")
+    check_type("sampling", sampling, SamplingParams, "a SamplingParams, such as SamplingParams(temperature=0.8)")
     return sampling
 
 
@@ -349,8 +346,8 @@ def check_stop_tokens(stop_tokens: Sequence[int]) -> tuple[int, ...]:
       TypeError: the argument is not a sequence of integers.
       ValueError: an id is negative or 2**31 or above.
     """
-    if not isinstance(stop_tokens, Collection):  # an iterator would be empty for the next request
-        raise TypeError(f"{stop_tokens=} must be a sequence of token ids")
+    # An iterator would be empty for the next request.
+    check_type("stop_tokens", stop_tokens, Collection, "a sequence of token ids")
     return tuple(check_whole(f"stop_tokens[{i}]", token, 0, 2**31 - 1) for i, token in enumerate(stop_tokens))
 
 

@@ -261,7 +261,7 @@ def test_a_processor_without_a_state_and_one_that_forces_a_token():
 
 def test_refusals(untyped):
     for processor, error, message in (
-        (penalize, TypeError, "logits_processor must be a LogitsProcessor, not a function"),
+        (penalize, TypeError, "logits_processor=<function penalize.* must be a LogitsProcessor"),
         (LogitsProcessor(lambda x, s: x[1:]), ValueError, r"process must return float32\[160\], the logits, not"),
         (LogitsProcessor(lambda x, s: x.astype(jnp.bfloat16)), ValueError, r"not \['bfloat16\[160\]'\]"),
         (LogitsProcessor(lambda x, s: (x, s)), ValueError, "process must return"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from dsv4_jax.cache import KVCache
 from dsv4_jax.cache.request_rows import RequestRows, read_request
-from dsv4_jax.common.arguments import check_flag, check_whole
+from dsv4_jax.common.arguments import check_flag, check_type, check_whole
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
@@ -125,8 +125,7 @@ class PrefixCache(Summarized):
         if every is not None:
             check_whole("every", every, 1)
         check_flag("debug", debug)
-        if not isinstance(files, PrefixFiles | None):
-            raise TypeError(f"{files=} must be a PrefixFiles(directory, max_bytes), or None")
+        check_type("files", files, PrefixFiles | None, "a PrefixFiles(directory, max_bytes), or None")
         max_bytes = parse_bytes(max_bytes, "max_bytes")
         struct = rows_struct(manager.schema, boundary=True)
         self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
