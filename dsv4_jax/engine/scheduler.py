@@ -242,99 +242,79 @@ class Scheduler:
           output: the step's output as NumPy arrays.
           follower: the next step, if it was launched already.
         """
-        self._fail_not_finite(launched, output)
-        is_unfinished = np.array([request.finish_reason is None for request in launched.schedule.requests], bool)
-        schedule = launched.schedule.select(is_unfinished)
-        first_rows = launched.first_rows[is_unfinished]
-        self._extend(schedule, first_rows, output)
-        if output.decisions is not None:
-            _keep_decisions(schedule, launched.begins[is_unfinished], output.decisions)
-        lengths = self._forget_rejected(schedule, follower)
-        self._observe(schedule, lengths, launched.snapshots)
-        for request in schedule.requests:
+        schedule = launched.schedule
+        block_tokens = self.manager.schema.block_tokens
+        is_finite = np.isfinite(output.logprobs)
+        all_finite = is_finite.all()
+        output = dataclasses.replace(output, tokens=output.tokens.tolist(), logprobs=output.logprobs.tolist())
+        decisions = {} if output.decisions is None else vars(output.decisions)
+        decisions = {name: codes for name, codes in decisions.items() if codes is not None}
+        followed = set()
+        if follower is not None and self.config.draft_tokens:
+            followed = set(follower.schedule.select(follower.schedule.numbers["source"] >= 0).requests)
+        places = zip(launched.first_rows.tolist(), launched.begins.tolist(), strict=True)
+        rows = zip(schedule.requests, schedule.tokens, schedule.numbers.tolist(), places, strict=True)
+        for request, tokens, numbers, (first_row, begin) in rows:
+            if request.finish_reason is not None:  # it has ended since the launch
+                continue
+            _, start, num_tokens, num_drafts, num_scored, _, samples, _ = numbers
+            num_rows = num_scored + samples * (1 + num_drafts)
+            if not (all_finite or is_finite[first_row:][:num_rows].all()):
+                last = start + num_tokens - num_rows + is_finite[first_row:].argmin()
+                error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
+                self.finish(request, "error", error)
+                continue
+            self._extend(request, tokens, numbers, first_row, output)
+            if decisions:
+                request.keep_decisions(start, decisions, slice(begin, begin + num_tokens))
+            length = start + num_tokens
+            if num_drafts:
+                # The cache holds all drafts, also rejected ones and accepted ones past the request's end. The request's
+                # newest token has not run, so the cache does not hold it.
+                self.metrics.accepted_tokens += request.accepted[-1]
+                length = request.num_tokens - 1
+                num_rejected = start + num_tokens - length
+                self.manager.rewind(request.slot, num_rejected, is_followed=request in followed)
+            if self.prefix is not None and length // block_tokens > start // block_tokens:
+                ids = request.tokens[:length]
+                options = {"snapshot": launched.snapshots.get(request), "salt": request.params.prefix_salt}
+                self.prefix.observe(self.cache, request.slot, ids, length=length, **options)
             if request.matcher is not None and (error := request.matcher.error):
                 message = f"request {request.id!r}: its grammar cannot go on: {error}"
                 self.finish(request, "error", ValueError(message))
             elif request.finish_reason is not None:
                 self.finish(request, request.finish_reason)
 
-    def _extend(self, schedule, first_rows, output):
-        """Gives requests the tokens of a step, with log-probabilities, and the drafts that the device made."""
-        requests = schedule.requests
-        numbers = schedule.numbers
-        tops = output.top_logprobs
-        for i in np.flatnonzero(numbers["num_scored"]).tolist():
-            rows = slice(first_rows[i], first_rows[i] + numbers["num_scored"][i])
-            requests[i].score(int(numbers["start"][i]) + 1, output.logprobs[rows], tops and tops[rows])
-        tokens = output.tokens.tolist()
-        logprobs = output.logprobs.tolist()
-        begins = (first_rows + numbers["num_scored"]).tolist()
-        ends = (first_rows + schedule.num_rows).tolist()
-        for i in np.flatnonzero(numbers["samples"]).tolist():
-            drawn = tokens[begins[i] : ends[i]]
-            if count := int(numbers["num_drafts"][i]):
-                drawn = accept(schedule.tokens[i][-count:].tolist(), drawn)
-            rows = slice(begins[i], begins[i] + len(drawn))
-            self.pending_outputs.setdefault(requests[i], requests[i].num_tokens)
-            new_tokens = requests[i].extend(drawn, logprobs[rows], count, tops and tops[rows])
-            self.metrics.generated_tokens += new_tokens
-            if output.draft_tokens is not None:
-                drafts = output.draft_tokens[numbers["slot"][i]]
-                requests[i].device_drafts = drafts[drafts >= 0]
-        num_read = numbers["num_tokens"] - numbers["num_drafts"]
-        self.metrics.prompt_tokens += int(num_read[numbers["is_prefill"]].sum())
+    def _extend(self, request, tokens, numbers, first_row, output):
+        """Gives a request its tokens of a step, with log-probabilities, and the drafts that the device made.
 
-    def _forget_rejected(self, schedule, follower):
-        """Rewinds requests by their rejected drafts. Returns the number of each request's tokens in the cache, [n]."""
-        lengths = schedule.ends
-        drafted = np.flatnonzero(schedule.numbers["num_drafts"]).tolist()
-        followed = set()
-        if drafted and follower is not None:
-            sources = follower.schedule.numbers["source"]
-            followed = {follower.schedule.requests[i] for i in np.flatnonzero(sources >= 0).tolist()}
-        for i in drafted:
-            request = schedule.requests[i]
-            self.metrics.drafted_tokens += int(schedule.numbers["num_drafts"][i])
-            self.metrics.accepted_tokens += request.accepted[-1]
-            # The cache holds all drafts, also rejected ones and accepted ones past the request's end. The request's
-            # newest token has not run, so the cache does not hold it.
-            end = int(lengths[i])
-            lengths[i] = request.num_tokens - 1
-            self.manager.rewind(request.slot, end - int(lengths[i]), is_followed=request in followed)
-        return lengths
-
-    def _observe(self, schedule, lengths, snapshots):
-        """Passes requests that have filled a block to the prefix cache, with their snapshots.
-
-        `lengths` [n] is the number of each request's tokens in the cache.
+        Args:
+          request: the request.
+          tokens: the ids of its tokens in the step.
+          numbers: tuple of its fields in `Schedule.numbers`.
+          first_row: index of its first row in the output.
+          output: the step's output, with lists of tokens and log-probabilities.
         """
-        if self.prefix is None:
+        slot, start, num_tokens, num_drafts, num_scored, _, samples, is_prefill = numbers
+        tops = output.top_logprobs
+        begin = first_row + num_scored
+        if num_scored:
+            rows = slice(first_row, begin)
+            request.score(start + 1, output.logprobs[rows], tops and tops[rows])
+        self.metrics.prompt_tokens += is_prefill * (num_tokens - num_drafts)
+        self.metrics.drafted_tokens += num_drafts
+        if not samples:
             return
-        block_tokens = self.manager.schema.block_tokens
-        for i in np.flatnonzero(lengths // block_tokens > schedule.numbers["start"] // block_tokens).tolist():
-            request = schedule.requests[i]
-            length = int(lengths[i])
-            self.prefix.observe(
-                self.cache,
-                request.slot,
-                request.tokens[:length],
-                length=length,
-                snapshot=snapshots.get(request),
-                salt=request.params.prefix_salt,
-            )
-
-    def _fail_not_finite(self, launched, output):
-        """Ends requests with FloatingPointError if a log-probability in their output rows is not finite."""
-        if (is_finite := np.isfinite(output.logprobs)).all():
-            return
-        schedule = launched.schedule
-        num_rows = schedule.num_rows
-        for i, request in enumerate(schedule.requests):
-            rows = is_finite[launched.first_rows[i] :][: num_rows[i]]
-            if request.finish_reason is None and not rows.all():
-                last = schedule.ends[i] - num_rows[i] + rows.argmin()
-                error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
-                self.finish(request, "error", error)
+        drawn = output.tokens[begin : begin + 1 + num_drafts]
+        if num_drafts:
+            drawn = accept(tokens[-num_drafts:].tolist(), drawn)
+        rows = slice(begin, begin + len(drawn))
+        self.pending_outputs.setdefault(request, request.num_tokens)
+        num_new = request.extend(drawn, output.logprobs[rows], num_drafts, tops and tops[rows])
+        self.metrics.generated_tokens += num_new
+        if output.draft_tokens is not None:
+            drafts = output.draft_tokens[slot]
+            request.device_drafts = drafts[drafts >= 0]
 
     def _schedule_prefill(self, readers, schedule, decode):
         """Schedules unread tokens of requests, within the token budget of the step.
@@ -502,22 +482,6 @@ class Scheduler:
 
 
 _rank = operator.attrgetter("rank")
-
-
-def _keep_decisions(schedule, begins, decisions):
-    """Gives requests the decisions of their tokens in a step, except those of rejected drafts.
-
-    Args:
-      schedule: the Schedule, after its requests have got their new tokens.
-      begins: [n] index of each request's first token in the batch.
-      decisions: Decisions [T, ...] of the batch, as NumPy arrays.
-    """
-    fields = {name: codes for name, codes in vars(decisions).items() if codes is not None}
-    numbers = schedule.numbers
-    starts = numbers["start"].tolist()
-    ends = (begins + numbers["num_tokens"]).tolist()
-    for request, start, begin, end in zip(schedule.requests, starts, begins.tolist(), ends, strict=True):
-        request.keep_decisions(start, fields, slice(begin, end))
 
 
 def _is_lost(cache):
