@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import itertools
 import operator
 from collections.abc import Hashable
 
@@ -223,11 +222,13 @@ class Scheduler:
         # The first limit is the request's end, because drafts past the end never count as accepted. The second limit
         # keeps all drafts within `max_context`.
         max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
-        unread = known - self.manager.lengths[slots]
+        starts = self.manager.lengths[slots]
+        unread = known - starts
         can_decode = (unread == 1) & (known < limits) & decode
-        decoding = list(itertools.compress(running, can_decode.tolist()))
-        schedule = self._schedule_decode(decoding, sources[can_decode], max_drafts[can_decode], in_flight is not None)
-        # `_schedule_decode` may have preempted requests, which then have no slot.
+        tokens = [UNKNOWN] * len(running)
+        schedule = Schedule.of(running, tokens, slot=slots, start=starts, source=sources, num_tokens=1)
+        schedule = self._add_drafts(schedule.select(can_decode), max_drafts[can_decode], in_flight is not None)
+        # `_add_drafts` may have preempted requests, which then have no slot.
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
         if readers:
             schedule += self._schedule_prefill(readers, schedule, decode)
@@ -375,47 +376,43 @@ class Scheduler:
             slot = self.manager.admit(request.tokens, num_tokens=num_tokens)
         return slot
 
-    def _schedule_decode(self, requests, sources, max_drafts, is_in_flight):
-        """Schedules the newest token of each request, followed by its drafts.
+    def _add_drafts(self, schedule, max_drafts, is_in_flight):
+        """Fills in the known newest tokens of requests, and adds their drafts.
 
-        `sources` [n] is -1 if the host knows a request's newest token. Otherwise the step in flight draws this token,
-        and the source is its index among that step's tokens, see `LaunchedStep.newest_tokens`. `max_drafts` [n] is
-        the maximum number of drafts of each request.
+        Args:
+          schedule: the newest token of each request. If `source` is -1, the host knows it. Otherwise the step in flight
+            draws it.
+          max_drafts: [n] maximum number of drafts of each request.
+          is_in_flight: whether a step is in flight.
 
-        Raises CacheFullError if blocks are missing while a step is in flight, because no request can be preempted then.
+        Returns:
+          The schedule without requests that were preempted, or whose drafter failed.
+
+        Raises:
+          CacheFullError: blocks are missing while a step is in flight, because no request can be preempted then.
         """
-        slots = np.array([request.slot for request in requests], int)
-        starts = self.manager.lengths[slots]
-        counts = np.ones((len(requests),), int)
+        requests = schedule.requests
+        numbers = schedule.numbers
+        tokens = list(schedule.tokens)
+        counts = numbers["num_tokens"]
+        is_known = numbers["source"] < 0
         drafts = []
         if self.config.draft_tokens:
             drafts = [
-                self._draft(request, count, source >= 0)
-                for request, count, source in zip(requests, max_drafts.tolist(), sources.tolist(), strict=True)
+                self._draft(request, count, not known)
+                for request, count, known in zip(requests, max_drafts.tolist(), is_known.tolist(), strict=True)
             ]
             counts += np.array([len(ids) for ids in drafts], int)
-        for i in np.flatnonzero(self.manager.missing_blocks(slots, counts)):
+        for i in np.flatnonzero(self.manager.missing_blocks(numbers["slot"], counts)):
             counts[i] = self._reserve(requests[i], int(counts[i]), can_preempt=not is_in_flight)
-        is_known = sources < 0
-        tokens = [UNKNOWN] * len(requests)
-        is_prefill = np.zeros((len(requests),), bool)
+        numbers["num_drafts"] = counts - 1
         for i in np.flatnonzero(is_known).tolist():
             tokens[i] = requests[i].tokens[-1:]
-            is_prefill[i] = not requests[i].num_generated
+            numbers["is_prefill"][i] = not requests[i].num_generated
         for i in np.flatnonzero(counts > 1).tolist():
             tokens[i] = np.concatenate([tokens[i], drafts[i][: counts[i] - 1]])
-        schedule = Schedule.of(
-            requests,
-            tokens,
-            slot=slots,
-            start=starts,
-            source=sources,
-            num_tokens=counts,
-            num_drafts=counts - 1,
-            is_prefill=is_prefill,
-        )
-        # Leaves out requests that were preempted above, or whose drafter failed.
-        return schedule.select(np.array([request.slot >= 0 for request in requests], bool))
+        has_slot = np.array([request.slot >= 0 for request in requests], bool)
+        return Schedule(requests, tokens, numbers).select(has_slot)
 
     def _reserve(self, request, num_tokens, *, can_preempt):
         """Reserves blocks for a token and its drafts, or only for the token if there are no blocks for the drafts.
