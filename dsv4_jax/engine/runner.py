@@ -231,14 +231,12 @@ class StepRunner:
         whether any request with output rows asks for the likeliest tokens.
         """
         forced = np.full((self._manager.shards.count * self.decode_size,), -1, np.int32)
-        num_rows = schedule.num_rows
         scored = schedule.numbers["num_scored"]
-        ends = schedule.ends
+        starts = schedule.numbers["start"]
         for i in np.flatnonzero(scored):
-            first_scored = ends[i] - num_rows[i] + 1  # the row of position p scores the token at position p + 1
-            known = schedule.requests[i].tokens[first_scored : first_scored + scored[i]]
-            forced[first_rows[i] : first_rows[i] + scored[i]] = known
-        wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, num_rows, strict=True))
+            known = schedule.requests[i].tokens[starts[i] + 1 :]  # the row of position p scores the token at p + 1
+            forced[first_rows[i] :][: scored[i]] = known[: scored[i]]
+        wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, schedule.num_rows, strict=True))
         return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
     def _parameters(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray, np.ndarray | None]:

@@ -599,7 +599,7 @@ class KVCacheManager(Summarized):
           slot: slot of the request to copy, after a step.
           n: number of copies. All are in the request's shard.
           length: number of tokens in each copy: all (None), or one less. Copies with one less run the request's
-            newest token again. This needs a newest token that a step has run in the slot, not a restored one.
+            newest token again. This needs a newest token that a step has run in the slot, not a restored or copied one.
 
         Returns:
           (the new slots, the cache).

@@ -28,7 +28,7 @@ class RequestState:
       length: number of tokens that the cache holds.
       min_length: the shortest length that the request can be rewound to. To go on from a shorter length, a step would
         need rows that are overwritten in the rings, the circular buffers of the slot's newest rows.
-      restored: the shortest length from which the request can go on if its rows were copied to the slot; 0 if all of
+      restored: the shortest length from which the request can go on if its rows were written to the slot; 0 if all of
         its tokens ran in the slot. Rows that only a shorter length would need were not copied.
       blocks: ids of the reserved blocks in order, all from the slot's shard.
       published_blocks: number of these blocks that the device's block table holds.
