@@ -357,7 +357,7 @@ class KVCacheManager(Summarized):
             raise ValueError(
                 f"slot {slots[i]} holds {now['length'][i]} tokens and cannot take {counts[i]} more: {max_context=}"
             )
-        return np.maximum(0, -(-lengths // self.schema.block_tokens) - now["num_blocks"])
+        return np.maximum(0, self.requests.blocks_for(lengths) - now["num_blocks"])
 
     def allocate(self, slot: int, num_tokens: int) -> None:
         """Reserves blocks for `num_tokens` more tokens of a request, so that no other request can take these blocks.
@@ -458,7 +458,6 @@ class KVCacheManager(Summarized):
           ValueError, CacheFullError: as for `prepare_forward`.
         """
         table = self.requests
-        block_tokens = self.schema.block_tokens
         layout = find_layout(
             self.shards, slots.tobytes(), counts.tobytes(), self.schema.max_query_tokens, prefill_size, decode_size
         )
@@ -471,9 +470,8 @@ class KVCacheManager(Summarized):
         after["changed"] = time
         # A block is published when the device's block table gets it. Only blocks that this step can reach are
         # published, which bounds the size of `new_blocks`.
-        after["published_blocks"] = np.maximum(
-            before["published_blocks"], -(-(after["length"] + reserve) // block_tokens)
-        )
+        reached = table.blocks_for(after["length"] + reserve)
+        after["published_blocks"] = np.maximum(before["published_blocks"], reached)
         # `max_blocks` bounds the number of new blocks in a shard. Each slot may need the blocks of `reserve`, and one
         # more because its number of blocks is rounded up. The step's tokens need at most as many blocks as if they
         # belonged to one request.

@@ -325,8 +325,8 @@ class RequestTable:
         """Returns the number of blocks in a shard that are free or evictable."""
         return self.allocator.free_in(shard) + (0 if self.evictor is None else self.evictor.evictable_in(shard))
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks that a request of `num_tokens` tokens needs."""
+    def blocks_for(self, num_tokens: Any) -> Any:
+        """Returns the number of blocks that a request of `num_tokens` tokens needs; both may be arrays."""
         return -(-num_tokens // self.schema.block_tokens)
 
     def is_shared(self, blocks: Iterable[int]) -> bool:
