@@ -245,8 +245,7 @@ class Scheduler:
         """
         schedule = launched.schedule
         block_tokens = self.manager.schema.block_tokens
-        is_finite = np.isfinite(output.logprobs)
-        all_finite = is_finite.all()
+        bad_rows = np.flatnonzero(~np.isfinite(output.logprobs)).tolist()
         output = dataclasses.replace(output, tokens=output.tokens.tolist(), logprobs=output.logprobs.tolist())
         decisions = {} if output.decisions is None else vars(output.decisions)
         decisions = {name: codes for name, codes in decisions.items() if codes is not None}
@@ -258,14 +257,10 @@ class Scheduler:
         for request, tokens, numbers, (first_row, begin) in rows:
             if request.finish_reason is not None:  # it has ended since the launch
                 continue
-            _, start, num_tokens, num_drafts, num_scored, _, samples, _ = numbers
-            num_rows = num_scored + samples * (1 + num_drafts)
-            if not (all_finite or is_finite[first_row:][:num_rows].all()):
-                last = start + num_tokens - num_rows + is_finite[first_row:].argmin()
-                error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
-                self.finish(request, "error", error)
+            self._extend(request, tokens, numbers, first_row, output, bad_rows)
+            if request.error is not None:
                 continue
-            self._extend(request, tokens, numbers, first_row, output)
+            _, start, num_tokens, num_drafts, *_ = numbers
             if decisions:
                 request.keep_decisions(start, decisions, slice(begin, begin + num_tokens))
             length = start + num_tokens
@@ -286,8 +281,10 @@ class Scheduler:
             elif request.finish_reason is not None:
                 self.finish(request, request.finish_reason)
 
-    def _extend(self, request, tokens, numbers, first_row, output):
+    def _extend(self, request, tokens, numbers, first_row, output, bad_rows):
         """Gives a request its tokens of a step, with log-probabilities, and the drafts that the device made.
+
+        Ends the request with FloatingPointError instead if one of these log-probabilities is not finite.
 
         Args:
           request: the request.
@@ -295,21 +292,28 @@ class Scheduler:
           numbers: tuple of its fields in `Schedule.numbers`.
           first_row: index of its first row in the output.
           output: the step's output, with lists of tokens and log-probabilities.
+          bad_rows: indices of the output rows whose log-probabilities are not finite.
         """
         slot, start, num_tokens, num_drafts, num_scored, _, samples, is_prefill = numbers
         tops = output.top_logprobs
+        num_rows = num_scored + samples * (1 + num_drafts)
         begin = first_row + num_scored
-        if num_scored:
-            rows = slice(first_row, begin)
-            request.score(start + 1, output.logprobs[rows], tops and tops[rows])
-        self.metrics.prompt_tokens += is_prefill * (num_tokens - num_drafts)
-        self.metrics.drafted_tokens += num_drafts
-        if not samples:
-            return
-        drawn = output.tokens[begin : begin + 1 + num_drafts]
+        drawn = output.tokens[begin : first_row + num_rows]
         if num_drafts:
             drawn = accept(tokens[-num_drafts:].tolist(), drawn)
         rows = slice(begin, begin + len(drawn))
+        for row in bad_rows:
+            if first_row <= row < rows.stop:
+                last = start + num_tokens - num_rows + row - first_row
+                error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
+                return self.finish(request, "error", error)
+        if num_scored:
+            scored = slice(first_row, begin)
+            request.score(start + 1, output.logprobs[scored], tops and tops[scored])
+        self.metrics.prompt_tokens += is_prefill * (num_tokens - num_drafts)
+        self.metrics.drafted_tokens += num_drafts
+        if not drawn:
+            return
         self.pending_outputs.setdefault(request, request.num_tokens)
         num_new = request.extend(drawn, output.logprobs[rows], num_drafts, tops and tops[rows])
         self.metrics.generated_tokens += num_new

@@ -238,6 +238,28 @@ def test_grammars_hold_whatever_the_processor_does(expected):
     assert all(t.isdigit() and all(a != b for a, b in zip(t, t[1:], strict=False)) for t in texts[0])
 
 
+class Wrong:
+    """Guesses the token 0."""
+
+    def draft(self, tokens, count):
+        return [0] * count
+
+
+def test_a_request_goes_on_after_a_draft_that_allows_no_token():
+    """The logits after a refused draft are those of no token of the request."""
+
+    def only_next(logits, state):
+        return jnp.where(jnp.arange(VOCAB) == state, logits, -jnp.inf)
+
+    def follow(state, token):
+        return jnp.where(token == state, token + 1, -1)
+
+    engine = engine_of(logits_processor=LogitsProcessor(only_next, np.int32(20), follow), drafter=Wrong())
+    request = engine.add([3], max_new_tokens=5)
+    drain(engine)
+    assert request.generated == [20, 21, 22, 23, 24] and request.drafted_tokens > 0
+
+
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
 def test_a_request_without_an_allowed_token_ends_alone(value):
     processor = LogitsProcessor(lambda logits, state: logits + state, np.float32(0))
