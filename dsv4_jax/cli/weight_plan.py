@@ -155,9 +155,9 @@ def _count_bytes(config):
     from flax import nnx
 
     from dsv4_jax.bench.cases import tree_bytes
-    from dsv4_jax.checkpoint.random_weights import abstract_model
     from dsv4_jax.checkpoint.keys import TABLES, weights
     from dsv4_jax.checkpoint.placement import expert_shapes
+    from dsv4_jax.checkpoint.random_weights import abstract_model
     from dsv4_jax.nn.parameters import parameter_views
 
     layers, shapes = expert_shapes(weights(config, "release"))
