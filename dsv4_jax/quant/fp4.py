@@ -10,16 +10,15 @@ backend's float32 arithmetic: XLA on CPU flushes them to zero.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from dsv4_jax.quant.fp8 import decode_e4m3, encode_e4m3
-from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, in_blocks
-from pallas_kernels.formats.row_encoder import e2m1_codes
+from dsv4_jax.quant.fp8 import decode_e4m3
+from dsv4_jax.quant.numerics import e8m0_value, in_blocks
+from pallas_kernels.formats.layouts import KeyLayout
+from pallas_kernels.formats.row_encoder import e2m1_codes, entry_scale, key_scales
 from pallas_kernels.mgpu.bfloat16_words import e2m1_value
 
 
-E2M1_MAX = 6.0
 MXFP4_BLOCK = 32
 NVFP4_GROUP = 16
-_MIN_ENTRY_SCALE = 2.0**-9  # the smallest positive value of E4M3
 
 
 def encode_e2m1(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
@@ -61,11 +60,7 @@ def encode_mxfp4(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"]
     Returns:
       (packed codes [..., N // 2] uint8, scales [..., N // 32] uint8 E8M0 bits).
     """
-    blocks = in_blocks(x, MXFP4_BLOCK)
-    amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), E2M1_MAX * 2.0**-126)
-    scale = e8m0_ceil(amax * jnp.float32(1 / E2M1_MAX))
-    codes = encode_e2m1(blocks * e8m0_reciprocal(scale)[..., None])
-    return pack_fp4(codes.reshape(x.shape)), scale
+    return _encode(x, KeyLayout(x.shape[-1], MXFP4_BLOCK, "e8m0", hadamard=False))
 
 
 def decode_mxfp4(packed: UInt8[Array, "*rows half"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:
@@ -92,13 +87,7 @@ def encode_nvfp4(
     Returns:
       (packed codes [..., N // 2] uint8, scales [..., N // 16] uint8 E4M3 bits).
     """
-    groups = in_blocks(x, NVFP4_GROUP)
-    amax = jnp.max(jnp.abs(groups), axis=-1)
-    scale_bits = encode_e4m3(amax * jnp.float32(1 / (E2M1_MAX * global_scale)))
-    step = decode_e4m3(scale_bits) * jnp.float32(global_scale)
-    per_step = jnp.where(step > 0, 1 / jnp.where(step > 0, step, 1.0), 0.0)
-    codes = encode_e2m1(groups * per_step[..., None])
-    return pack_fp4(codes.reshape(x.shape)), scale_bits
+    return _encode(x, KeyLayout(x.shape[-1], NVFP4_GROUP, "e4m3", hadamard=False, global_scale=global_scale))
 
 
 def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows half"], UInt8[Array, "*rows G"]]:
@@ -118,9 +107,8 @@ def encode_fp4_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows ha
       (packed codes [..., N // 2] uint8, scales [..., N // 16] uint8 E4M3 bits), to be decoded by `decode_nvfp4`.
     """
     groups = in_blocks(x, NVFP4_GROUP)
-    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), E2M1_MAX * _MIN_ENTRY_SCALE)
-    scale_bits = encode_e4m3(amax * jnp.float32(1 / E2M1_MAX))
-    codes = e2m1_codes(groups, decode_e4m3(scale_bits)[..., None]).astype(jnp.uint8)
+    scale_bits, step = entry_scale(jnp.max(jnp.abs(groups), axis=-1))
+    codes = e2m1_codes(groups, step[..., None]).astype(jnp.uint8)
     return pack_fp4(codes.reshape(x.shape)), scale_bits
 
 
@@ -134,6 +122,13 @@ def decode_nvfp4(
       global_scale: as given to the encoder.
     """
     return _decode(packed, decode_e4m3(scale) * jnp.float32(global_scale), NVFP4_GROUP)
+
+
+def _encode(x, layout):
+    blocks = in_blocks(x, layout.scale_block)
+    scale_bits, _, factor = key_scales(jnp.max(jnp.abs(blocks), axis=-1), layout)
+    codes = encode_e2m1(blocks * factor[..., None])
+    return pack_fp4(codes.reshape(x.shape)), scale_bits
 
 
 def _decode(packed, step, size):

@@ -4,35 +4,29 @@ All codes are uint8 bits. Inputs must be finite.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from dsv4_jax.quant.numerics import e8m0_ceil, e8m0_reciprocal, e8m0_value, in_blocks
+from dsv4_jax.quant.numerics import e8m0_value, in_blocks
+from pallas_kernels.formats.row_encoder import block_scale, e4m3_codes, e4m3_value, row_scale
 
 
-E4M3_MAX = 448.0
 FP8_BLOCK = 64  # channels of a cached row that share a scale; for weights see quantized_weight.WEIGHT_BLOCK
 MXFP8_BLOCK = 32  # channels of a window row of DeepSeek-V4.1 that share a scale
 
 
 def encode_e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     """Rounds float32 values to E4M3 bits, ties to even. Values beyond +-448, whose casts can be NaN, become +-448."""
-    codes = jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
-    return lax.bitcast_convert_type(codes, jnp.uint8)
+    return e4m3_codes(x)
 
 
 def decode_e4m3(bits: UInt8[Array, "..."]) -> Float[Array, "..."]:
     """Converts E4M3 bits to float32, exactly; 0x7F and 0xFF are NaN.
 
-    The conversion uses integer operations. If a program quantized a value and read it back by casts f32 -> e4m3 -> f32,
-    XLA on GPU would delete both casts, and the rounding with them.
+    If a program quantized a value and read it back by casts f32 -> e4m3 -> f32, XLA on GPU would delete both casts, and
+    the rounding with them. Therefore the conversion uses integer operations.
     """
-    size = (bits & 0x7F).astype(jnp.uint32)
-    # Codes below 8 are subnormal. In other codes exponent and mantissa lie 20 bits lower than in float32, and the
-    # exponent's bias is smaller by 120.
-    normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
-    value = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
-    value = jnp.where(size == 0x7F, jnp.nan, value)
+    size = bits & 0x7F
+    value = jnp.where(size == 0x7F, jnp.nan, e4m3_value(size))
     return jnp.where(bits >= 0x80, -value, value)
 
 
@@ -53,10 +47,9 @@ def encode_fp8_block(
       (codes [..., N] uint8 E4M3 bits, scales [..., N // block] uint8 E8M0 bits).
     """
     blocks = in_blocks(x, block)
-    amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), 1e-4)
-    scale_bits = e8m0_ceil(amax * jnp.float32(1 / E4M3_MAX))
-    codes = encode_e4m3(blocks * e8m0_reciprocal(scale_bits)[..., None])
-    return codes.reshape(x.shape), scale_bits
+    scale_bits, factor = block_scale(jnp.max(jnp.abs(blocks), axis=-1))
+    codes = encode_e4m3(blocks * factor[..., None])
+    return codes.reshape(x.shape), scale_bits.astype(jnp.uint8)
 
 
 def decode_fp8_block(codes: UInt8[Array, "*rows N"], scale: UInt8[Array, "*rows G"]) -> Float[Array, "*rows N"]:
@@ -81,9 +74,8 @@ def encode_fp8_entry(x: Float[Array, "*rows N"]) -> tuple[UInt8[Array, "*rows N"
     Returns:
       (codes [..., N] uint8 E4M3 bits, inverse scales [..., 1] float32).
     """
-    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    inv_scale = jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), 1e-12)
-    return encode_e4m3(x * (1 / inv_scale)), inv_scale
+    inv_scale, factor = row_scale(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    return encode_e4m3(x * factor), inv_scale
 
 
 def decode_fp8_entry(codes: UInt8[Array, "*rows N"], inv_scale: Float[Array, "*rows 1"]) -> Float[Array, "*rows N"]:

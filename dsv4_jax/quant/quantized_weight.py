@@ -10,9 +10,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv4_jax.quant.fp4 import E2M1_MAX, MXFP4_BLOCK, decode_mxfp4, encode_e2m1
-from dsv4_jax.quant.fp8 import E4M3_MAX, decode_e4m3
+from dsv4_jax.quant.fp4 import MXFP4_BLOCK, decode_mxfp4, encode_e2m1
+from dsv4_jax.quant.fp8 import decode_e4m3
 from dsv4_jax.quant.numerics import e8m0_value, round_to
+from pallas_kernels.formats.row_encoder import E2M1_MAX, E4M3_MAX
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 

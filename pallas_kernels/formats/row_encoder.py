@@ -1,6 +1,6 @@
 """Quantization of KV rows and indexer keys within kernels, with the same bits as `dsv4_jax.quant`.
 
-Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows, each in the
+`dsv4_jax.quant` computes scales and codes by the functions of this module, too. Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows, each in the
 registers of one warp (see `kv_rows`). `encode_row` and `encode_key` take a vector over a warpgroup (see
 `mgpu.vectors`).
 """
@@ -49,20 +49,20 @@ def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
       (bits, scale). `bits` are the E4M3 bits of the scale, uint8, and `scale` is its value, float32.
     """
     bits = e4m3_codes(jnp.maximum(amax, E2M1_MAX * 2.0**-9) * jnp.float32(1 / E2M1_MAX))
-    return bits, _e4m3_value(bits)
+    return bits, e4m3_value(bits)
 
 
 def scale_values(bits: jax.Array, layout: RowLayout) -> jax.Array:
     """Converts the bits of scales, uint8, to float32. Scales are E4M3 if the codes are E2M1, otherwise E8M0."""
-    return _e4m3_value(bits) if layout.codes == "e2m1" else _power_of_two(bits.astype(jnp.int32))
+    return e4m3_value(bits) if layout.codes == "e2m1" else _power_of_two(bits.astype(jnp.int32))
 
 
-def row_scale(amax: jax.Array, layout) -> tuple[jax.Array, jax.Array]:
+def row_scale(amax: jax.Array, layout=None) -> tuple[jax.Array, jax.Array]:
     """Computes float32 scales of rows that are stored as E4M3.
 
     Args:
       amax: float32, the largest magnitude of each row.
-      layout: register layout of `amax`.
+      layout: register layout of `amax`; not used outside of kernels.
 
     Returns:
       (stored, factor), both float32. `stored` is the scale that is stored: a value is its code times `stored`. `factor`
@@ -192,13 +192,13 @@ def encode_key(x: jax.Array, pools, layout: KeyLayout, scratch) -> None:
     vectors.store_channels(scale, stored, channel, every=layout.scale_block)
 
 
-def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array, jax.Array, jax.Array]:
+def key_scales(amax: jax.Array, layout: KeyLayout, registers=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes scales of blocks of values that are stored as E2M1.
 
     Args:
       amax: float32, the largest magnitude of each block.
       layout: layout of the key, which says the format of the scales.
-      registers: register layout of `amax`.
+      registers: register layout of `amax`; not used outside of kernels.
 
     Returns:
       (stored, scale, factor). `stored` are the bits of the scale, uint8. `scale`, float32, is the value of these bits
@@ -209,7 +209,7 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers) -> tuple[jax.Array
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
         return bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
     stored = e4m3_codes(amax * (1 / (E2M1_MAX * layout.global_scale)))
-    scale = _e4m3_value(stored) * layout.global_scale
+    scale = e4m3_value(stored) * layout.global_scale
     inverse = divide_one(jnp.where(scale > 0, scale, 1.0), registers)
     return stored, scale, jnp.where(scale > 0, inverse, 0.0)
 
@@ -238,13 +238,15 @@ def _power_of_two(bits):
     return lax.bitcast_convert_type(bits << 23, jnp.float32)
 
 
-def _e4m3_value(bits):
+def e4m3_value(bits):
     """Returns the float32 values of non-negative E4M3 codes.
 
     The function uses integer operations. If it used a cast from E4M3, a compiler could remove this cast and the
     preceding cast to E4M3, and the values would not be rounded.
     """
     size = bits.astype(jnp.int32)
+    # Codes below 8 are subnormal. In other codes exponent and mantissa lie 20 bits lower than in float32, and the
+    # exponent's bias is smaller by 120.
     normal = lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
     return jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, normal)
 

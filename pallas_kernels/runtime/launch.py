@@ -11,7 +11,8 @@ with `mosaic` is the code for the GPU:
     sync_warp.mosaic(lambda: mlir.inline(mgpu.utils.warp_barrier))
 
 The body of a kernel made by `kernel` calls the primitive as `sync_warp()`. A value in JAX's trace context says whether
-the kernel is interpreted, so that JAX keeps separate traces for the interpreter and for the GPU.
+the kernel is interpreted, so that JAX keeps separate traces for the interpreter and for the GPU. Outside of kernels, a
+primitive is the function in jax.numpy.
 """
 
 import functools
@@ -23,7 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from pallas_kernels.runtime.jax_compat import apply_patches
 
 
-_interpreting = jax.make_user_context(False)
+_interpreting = jax.make_user_context(True)
 
 
 def kernel(
@@ -84,7 +85,7 @@ def wait_for_inputs() -> None:
 
 
 def interpreting() -> bool:
-    """Returns whether the kernel that is being traced is interpreted."""
+    """Returns whether primitives are computed by jax.numpy: in a kernel that is interpreted, and outside of kernels."""
     return _interpreting.value
 
 
