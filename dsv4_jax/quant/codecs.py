@@ -10,7 +10,7 @@ a scatter. Except in the format "v41", the dims of a row that RoPE rotates are n
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -76,49 +76,68 @@ def _structs(columns):
     ]
 
 
+class Codec(abc.ABC):
+    """The interface of codecs of KV rows or indexer keys. Codecs are hashable, for use as static arguments of `jit`.
+
+    Methods take rows with any leading shape. The bits of a row do not depend on this shape.
+
+    Attributes:
+      stored: class of stored rows, `Rows` or `IndexRows`.
+    """
+
+    stored: ClassVar[Any]
+
+    @property
+    def layout(self) -> Any:
+        """The byte layout of a row for kernels; None if kernels do not take these rows."""
+        return None
+
+    @property
+    def struct(self) -> Any:
+        """The shapes and dtypes of one stored row, as `stored` of `jax.ShapeDtypeStruct`; by default of `layout`."""
+        return self.stored(*_structs(quantized(self.layout).columns))
+
+    @abc.abstractmethod
+    def encode(self, x: Float[Array, "*rows D"]) -> Any:
+        """Encodes rows [..., D], finite float32 or bfloat16 values after norm and RoPE."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def decode(self, rows: Any, dtype: Any = jnp.float32) -> Float[Array, "*rows D"]:
+        """Decodes rows to [..., D] of `dtype`. Values are float32 products of code and scale, rounded once.
+
+        If `encode` rotates keys (by a Hadamard matrix), they remain rotated.
+        """
+
+    def fake_quantize(self, x: Float[Array, "*rows D"], dtype: Any = jnp.float32) -> Float[Array, "*rows D"]:
+        """Returns the values of rows after encoding and decoding, in `dtype`. The gradient ignores the rounding."""
+        return straight_through(self.decode(self.encode(x), dtype), self._rotate(x.astype(jnp.float32)))
+
+    def _rotate(self, x):
+        """Rotates keys as `encode` does before it quantizes; by default not at all."""
+        return x
+
+
 # --- rows ---
 
 
 @dataclasses.dataclass(frozen=True)
-class RowCodec(abc.ABC):
-    """The interface of codecs of KV rows with given widths. Codecs are hashable, for use as static arguments of `jit`.
-
-    Methods take rows with any leading shape. The bits of a row do not depend on this shape.
+class RowCodec(Codec):
+    """The interface of codecs of KV rows with given widths.
 
     Attributes:
       nope_dim: number of dims in `Rows.nope`, the first dims of a row: head_dim - qk_rope_head_dim. "v41": head_dim.
       rope_dim: number of dims in `Rows.rope`, the last dims of a row: qk_rope_head_dim. "v41": 0.
     """
 
+    stored = Rows
     nope_dim: int
     rope_dim: int
-
-    @property
-    def layout(self) -> RowLayout | None:
-        """The byte layout of a row for kernels; None if kernels do not take these rows."""
-        return None
 
     @property
     def dim(self) -> int:
         """The number of values in a row."""
         return self.nope_dim + self.rope_dim
-
-    @property
-    def struct(self) -> Rows:
-        """The shapes and dtypes of one stored row, as Rows of `jax.ShapeDtypeStruct`; by default those of `layout`."""
-        return Rows(*_structs(quantized(self.layout).columns))
-
-    @abc.abstractmethod
-    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        """Encodes rows [..., D], finite float32 or bfloat16 values after norm and RoPE."""
-
-    @abc.abstractmethod
-    def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
-        """Decodes rows to [..., D] of `dtype`. Values are float32 products of code and scale, rounded once."""
-
-    def fake_quantize(self, kv: Float[Array, "*rows D"], dtype: Any) -> Float[Array, "*rows D"]:
-        """Returns the values of rows after encoding and decoding, in `dtype`. The gradient ignores the rounding."""
-        return straight_through(self.decode(self.encode(kv), dtype), kv)
 
     def _split(self, kv, rope_dtype=jnp.bfloat16):
         kv = kv.astype(jnp.float32)
@@ -154,8 +173,8 @@ class FP8Rows(RowCodec):
     def layout(self) -> RowLayout:
         return RowLayout(self.nope_dim, self.rope_dim, self.scale_block)
 
-    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        nope, rope = self._split(kv)
+    def encode(self, x: Float[Array, "*rows D"]) -> Rows:
+        nope, rope = self._split(x)
         if self.scale_block is None:
             codes, scale = encode_fp8_entry(nope)
         else:
@@ -165,7 +184,7 @@ class FP8Rows(RowCodec):
             scale = jnp.pad(scale, padding)
         return Rows(codes, rope, scale)
 
-    def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
+    def decode(self, rows: Rows, dtype: Any = jnp.float32) -> Float[Array, "*rows D"]:
         if self.scale_block is None:
             nope = decode_fp8_entry(rows.nope, rows.scale)
         else:
@@ -190,11 +209,11 @@ class FP4Rows(RowCodec):
     def layout(self) -> RowLayout:
         return RowLayout(self.nope_dim, 0, NVFP4_GROUP, codes="e2m1")
 
-    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        codes, scale = encode_fp4_entry(kv.astype(jnp.float32))
+    def encode(self, x: Float[Array, "*rows D"]) -> Rows:
+        codes, scale = encode_fp4_entry(x.astype(jnp.float32))
         return Rows(codes, None, scale)
 
-    def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
+    def decode(self, rows: Rows, dtype: Any = jnp.float32) -> Float[Array, "*rows D"]:
         return round_to(decode_nvfp4(rows.nope, rows.scale), dtype)
 
 
@@ -213,11 +232,11 @@ class PlainRows(RowCodec):
         columns = ("nope", self.dtype, self.nope_dim), ("rope", self.dtype, self.rope_dim), ("scale", None, 0)
         return Rows(*_structs(columns))
 
-    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        nope, rope = self._split(kv, self.dtype)
+    def encode(self, x: Float[Array, "*rows D"]) -> Rows:
+        nope, rope = self._split(x, self.dtype)
         return Rows(round_to(nope, self.dtype), rope, None)
 
-    def decode(self, rows: Rows, dtype: Any) -> Float[Array, "*rows D"]:
+    def decode(self, rows: Rows, dtype: Any = jnp.float32) -> Float[Array, "*rows D"]:
         return self._join(rows.nope.astype(jnp.float32), rows.rope, dtype)
 
 
@@ -225,49 +244,22 @@ class PlainRows(RowCodec):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyCodec(abc.ABC):
+class KeyCodec(Codec):
     """The interface of codecs of indexer keys with a given width. A codec can also round queries as it rounds keys.
-
-    Codecs are hashable, for use as static arguments of `jit`.
 
     Attributes:
       dim: number of dims of a key, index_head_dim.
     """
 
+    stored = IndexRows
     dim: int
-
-    @property
-    def layout(self) -> KeyLayout | None:
-        """The byte layout of a key for kernels; None if kernels do not take these keys."""
-        return None
-
-    @property
-    def struct(self) -> IndexRows:
-        """The shapes and dtypes of one stored key, as IndexRows of structs; by default those of `layout`."""
-        return IndexRows(*_structs(quantized(self.layout).columns))
-
-    @abc.abstractmethod
-    def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        """Encodes keys [..., Di], finite float32 or bfloat16 values after RoPE."""
-
-    @abc.abstractmethod
-    def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
-        """Decodes keys to [..., Di] float32. If `encode` rotates keys (by a Hadamard matrix), they remain rotated."""
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
         """Encodes and decodes queries [..., Di] like keys, and returns them in the dtype of q (docs/dsv4.md 4).
 
         The gradient is that of the Hadamard rotation, if the codec rotates; it ignores the rounding.
         """
-        return straight_through(round_to(self.decode(self.encode(q)), q.dtype), self._rotate(q.astype(jnp.float32)))
-
-    def fake_quantize(self, keys: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
-        """Returns the values of keys after encoding and decoding, in float32. The gradient ignores the rounding."""
-        return straight_through(self.decode(self.encode(keys)), self._rotate(keys.astype(jnp.float32)))
-
-    def _rotate(self, keys):
-        """Rotates keys as `encode` does before it quantizes; by default not at all."""
-        return keys
+        return self.fake_quantize(q, q.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,19 +293,19 @@ class FP4Keys(KeyCodec):
             return KeyLayout(self.dim, MXFP4_BLOCK, "e8m0", self.hadamard)
         return KeyLayout(self.dim, NVFP4_GROUP, "e4m3", self.hadamard, self.global_scale)
 
-    def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        keys = self._rotate(keys.astype(jnp.float32))
+    def encode(self, x: Float[Array, "*rows Di"]) -> IndexRows:
+        keys = self._rotate(x.astype(jnp.float32))
         if self.global_scale is None:
             return IndexRows(*encode_mxfp4(round_to(keys, jnp.bfloat16).astype(jnp.float32)))
         return IndexRows(*encode_nvfp4(keys, self.global_scale))
 
-    def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
+    def decode(self, rows: IndexRows, dtype: Any = jnp.float32) -> Float[Array, "*rows Di"]:
         if self.global_scale is None:
-            return decode_mxfp4(rows.codes, rows.scale)
-        return decode_nvfp4(rows.codes, rows.scale, self.global_scale)
+            return round_to(decode_mxfp4(rows.codes, rows.scale), dtype)
+        return round_to(decode_nvfp4(rows.codes, rows.scale, self.global_scale), dtype)
 
-    def _rotate(self, keys):
-        return hadamard(keys) if self.hadamard else keys
+    def _rotate(self, x):
+        return hadamard(x) if self.hadamard else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,50 +322,42 @@ class PlainKeys(KeyCodec):
     def struct(self) -> IndexRows:
         return IndexRows(jax.ShapeDtypeStruct((self.dim,), self.dtype), None)
 
-    def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        return IndexRows(round_to(keys.astype(jnp.float32), self.dtype), None)
+    def encode(self, x: Float[Array, "*rows Di"]) -> IndexRows:
+        return IndexRows(round_to(x.astype(jnp.float32), self.dtype), None)
 
-    def decode(self, rows: IndexRows) -> Float[Array, "*rows Di"]:
-        return rows.codes.astype(jnp.float32)
+    def decode(self, rows: IndexRows, dtype: Any = jnp.float32) -> Float[Array, "*rows Di"]:
+        return round_to(rows.codes.astype(jnp.float32), dtype)
 
 
 # --- training ---
 
 
 @dataclasses.dataclass(frozen=True)
-class FakeQuantRows(PlainRows):
-    """The codec that stores the quantized values of another codec in `dtype`, so that gradients pass through the rows.
+class FakeQuantCodec(Codec):
+    """The part of a codec that replaces values by those of another codec, so that gradients pass through the rows.
 
     Attributes:
       codec: the codec that quantizes the values.
     """
 
-    codec: RowCodec
+    codec: Any
 
-    def encode(self, kv: Float[Array, "*rows D"]) -> Rows:
-        return super().encode(self.codec.fake_quantize(kv, jnp.float32))
+    def encode(self, x: Float[Array, "*rows D"]) -> Any:
+        return super().encode(self.codec.fake_quantize(x))
 
-    def convert(self, rows: Rows) -> Rows:
+    def convert(self, rows: Any) -> Any:
         """Converts rows that `codec` has encoded to rows of this codec with the same values."""
         return super().encode(self.codec.decode(rows, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
-class FakeQuantKeys(PlainKeys):
-    """The codec that stores the quantized values of another codec in `dtype`, so that gradients pass through the keys.
+class FakeQuantRows(FakeQuantCodec, PlainRows):
+    """The codec that stores the values of rows that another codec quantizes in `dtype`."""
 
-    Attributes:
-      codec: the codec that quantizes the values.
-    """
 
-    codec: KeyCodec
-
-    def encode(self, keys: Float[Array, "*rows Di"]) -> IndexRows:
-        return super().encode(self.codec.fake_quantize(keys))
-
-    def convert(self, rows: IndexRows) -> IndexRows:
-        """Converts keys that `codec` has encoded to keys of this codec with the same values."""
-        return super().encode(self.codec.decode(rows))
+@dataclasses.dataclass(frozen=True)
+class FakeQuantKeys(FakeQuantCodec, PlainKeys):
+    """The codec that stores the values of keys that another codec quantizes in `dtype`."""
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
         return self.codec.round_query(q)

@@ -1,8 +1,8 @@
 """Quantization of KV rows and indexer keys within kernels, with the same bits as `dsv4_jax.quant`.
 
-`dsv4_jax.quant` computes scales and codes by the functions of this module, too. Functions that return scales and codes take arrays in any register layout. `store_quantized` takes rows, each in the
-registers of one warp (see `kv_rows`). `encode_row` and `encode_key` take a vector over a warpgroup (see
-`mgpu.vectors`).
+`dsv4_jax.quant` computes scales and codes by these functions, too. They take arrays in any register layout.
+`store_quantized` takes rows, each in the registers of one warp (see `kv_rows`). `encode_row` and `encode_key` take a
+vector over a warpgroup (see `mgpu.vectors`).
 """
 
 from collections.abc import Callable
