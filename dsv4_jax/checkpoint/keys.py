@@ -57,9 +57,9 @@ _DRAFT_OUTPUTS = (
     ("hc_head.hc_fn", "hc_head_fn", "F32"),
     ("hc_head.hc_base", "hc_head_base", "F32"),
     ("hc_head.hc_scale", "hc_head_scale", "F32"),
-    ("markov_head.markov_w1.weight", "markov_head.markov_w1.weight", "BF16"),
-    ("markov_head.markov_w2.weight", "markov_head.markov_w2.weight", "BF16"),
-    ("confidence_head.proj.weight", "confidence_head.proj.weight", "BF16"),
+    ("markov_w1.weight", "markov_head.markov_w1.weight", "BF16"),
+    ("markov_w2.weight", "markov_head.markov_w2.weight", "BF16"),
+    ("confidence_proj.weight", "confidence_head.proj.weight", "BF16"),
 )
 # This table has a row for each parameter of a layer. Our paths begin with `model.layers.N.` or `drafts.layers.N.`, the
 # release's names with `layers.N.` or `mtp.N.`. A release name with {expert} stands for one tensor per expert. If a row

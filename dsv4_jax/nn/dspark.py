@@ -18,45 +18,6 @@ from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
 
 
-class MarkovHead(nnx.Module):
-    """A bias that is added to a draft's logits: the previous token's row of a low-rank matrix [vocab, vocab].
-
-    Attributes:
-      markov_w1: Embedding of the previous token, vocab to `markov_rank`.
-      markov_w2: Linear from this embedding to the bias, `markov_rank` to vocab.
-    """
-
-    def __init__(self, config: DSV4Config, rank: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.markov_w1 = Embedding(config.vocab_size, rank, param_dtype=param_dtype, rngs=rngs)
-        self.markov_w2 = Linear(
-            rank, config.vocab_size, out_dtype=jnp.float32, param_dtype=param_dtype, axes=("vocab",), rngs=rngs
-        )
-
-
-class ConfidenceHead(nnx.Module):
-    """Estimates the probability that a draft is accepted, as a logit.
-
-    Attributes:
-      proj: Linear, `hidden + markov_rank` to 1.
-    """
-
-    def __init__(self, config: DSV4Config, rank: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.proj = Linear(config.hidden_size + rank, 1, param_dtype=param_dtype, rngs=rngs)
-
-    def __call__(self, hidden: Float[Array, "T D"], embedded: Float[Array, "T r"]) -> Float[Array, "T"]:
-        """Computes the logit of the probability that each draft is accepted.
-
-        Args:
-          hidden: [T, hidden] hidden states of the drafts.
-          embedded: [T, markov_rank] embeddings of the tokens that precede the drafts, by `MarkovHead.markov_w1`.
-
-        Returns:
-          [T] float32 logits.
-        """
-        x = jnp.concatenate([hidden, embedded], axis=1).astype(jnp.float32)
-        return jnp.sum(x * self.proj.weight[...].astype(jnp.float32), axis=1)
-
-
 class DSparkDrafts(DraftLayers):
     """Drafts a block of tokens for each request in one pass over the draft layers.
 
@@ -70,8 +31,10 @@ class DSparkDrafts(DraftLayers):
       main_proj, main_norm: Linear from the target layers' mean streams to hidden, and RMSNorm of its result.
       norm: RMSNorm before the head.
       hc_head: HyperHead, or None, as in `DeepseekV4Model`.
-      markov_head: MarkovHead.
-      confidence_head: ConfidenceHead.
+      markov_w1, markov_w2: Embedding of the token before a draft, vocab to `markov_rank`, and Linear from it to a bias
+        of the draft's logits.
+      confidence_proj: Linear from the draft's hidden state and this embedding to the logit of the probability that the
+        draft is accepted.
     """
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -81,12 +44,14 @@ class DSparkDrafts(DraftLayers):
         eps = config.rms_norm_eps
         rank = config.drafts.markov_rank
         taps = len(config.drafts.target_layer_ids)
-        self.main_proj = Linear(taps * hidden, hidden, param_dtype=param_dtype, rngs=rngs)
+        options: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
+        self.main_proj = Linear(taps * hidden, hidden, **options)
         self.main_norm = RMSNorm(hidden, eps=eps, rngs=rngs)
         self.norm = RMSNorm(hidden, eps=eps, rngs=rngs)
         self.hc_head = None if config.delays_pre else HyperHead(config, rngs=rngs)
-        self.markov_head = MarkovHead(config, rank, param_dtype=param_dtype, rngs=rngs)
-        self.confidence_head = ConfidenceHead(config, rank, param_dtype=param_dtype, rngs=rngs)
+        self.markov_w1 = Embedding(config.vocab_size, rank, **options)
+        self.markov_w2 = Linear(rank, config.vocab_size, out_dtype=jnp.float32, axes=("vocab",), **options)
+        self.confidence_proj = Linear(hidden + rank, 1, **options)
 
     def write(self, model: Any, streams: Float[Array, "T n D"], cache: KVCache, batch: Batch) -> KVCache:
         """Stores the batch's tokens in the windows of the draft layers; returns the updated cache.
@@ -170,6 +135,7 @@ class DSparkDrafts(DraftLayers):
           (corrected logits [n, vocab] float32; logits [n] float32 of the probability that the draft is accepted if all
           earlier drafts are accepted).
         """
-        embedded = round_to(self.markov_head.markov_w1(previous), hidden.dtype)
-        corrected = logits + all_gather(self.markov_head.markov_w2(embedded))
-        return corrected, self.confidence_head(hidden, embedded)
+        embedded = round_to(self.markov_w1(previous), hidden.dtype)
+        corrected = logits + all_gather(self.markov_w2(embedded))
+        x = jnp.concatenate([hidden, embedded], axis=1).astype(jnp.float32)
+        return corrected, jnp.sum(x * self.confidence_proj.weight[...].astype(jnp.float32), axis=1)
