@@ -50,7 +50,7 @@ class LayerLoop(nnx.Module):
         *,
         tap_layers: Sequence[int],
         record: Collection[str],
-        exports: Mapping[str, Collection[int]],
+        exports: Mapping[str, set[int]],
         remat: bool,
     ) -> tuple[Any, StepCarry, Any, Recorded]:
         """Runs the layers. Each is called with the arguments of `DecoderLayer.__call__`.
@@ -74,7 +74,7 @@ class LayerLoop(nnx.Module):
         stacks, x = jax.lax.optimization_barrier((stacks, x))
         # For each layer of a period, the names of the values that it records.
         names = [
-            {*record, *(name for name, layers in exports.items() if {*layers} & {*run.layers(position)})}
+            {*record, *(name for name, layers in exports.items() if layers & {*run.layers(position)})}
             for position in range(run.period)
         ]
         tap_rows = [_tap_rows(tap_layers, run.layers(position)) for position in range(run.period)]
@@ -180,29 +180,26 @@ class LayerStack(nnx.Module):
         """Returns a copy of a layer, with its own parameters. Raises IndexError if there is no such layer."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"layer {index} of {len(self)}")
-        number = self.start + index % len(self)
-        graph, stack, repeat = self._place(number)
-        return _numbered(nnx.merge(graph, jax.tree.map(lambda x: _row(x, repeat), stack)), number)
+        return self._layer(self.start + index % len(self))
 
     def slices(self) -> Iterator[Any]:
         """Yields each layer with parameters that are a `LayerSlice`, so that kernels read the stack without a copy."""
-        for number in range(self.start, self.start + len(self)):
-            graph, stack, repeat = self._place(number)
-            values = jax.tree.map(lambda x, repeat=repeat: x[repeat], stack)
-            yield _numbered(nnx.merge(graph, _slices(stack, values, jnp.int32(repeat))), number)
+        return (self._layer(self.start + index, is_slice=True) for index in range(len(self)))
 
-    def _place(self, number):
-        """Returns (NNX graph of a layer, its stacked state, its index in the stack)."""
+    def _layer(self, number, is_slice=False):
+        """Returns a module with the parameters of a layer: copies, or with `is_slice` a `LayerSlice` of each stack."""
         (loop,) = (loop for loop in self.loops if loop.run.start <= number < loop.run.stop)
         repeat, position = divmod(number - loop.run.start, loop.run.period)
-        return *nnx.split(loop.layers[position]), repeat
+        graph, stack = nnx.split(loop.layers[position])
+        values = jax.tree.map(lambda x: _row(x, repeat), stack)
+        return _numbered(nnx.merge(graph, _slices(stack, values, jnp.int32(repeat)) if is_slice else values), number)
 
     def _exports(self, run):
         """Returns {name in `StepCarry`: indices of the layers of a run whose value is read by layers after the run}."""
         later = self.config.layers[run.stop : self.start + len(self)]
         layers = {*range(run.start, run.stop)}
-        sources = {"selection": [s.selection for s in later], "candidates": [s.candidates for s in later]}
-        return {name: {layer for layer in numbers if layer in layers} for name, numbers in sources.items()}
+        sources = {"selection": {spec.selection for spec in later}, "candidates": {spec.candidates for spec in later}}
+        return {name: layers & numbers for name, numbers in sources.items()}
 
 
 def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
