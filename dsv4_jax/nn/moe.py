@@ -114,8 +114,6 @@ class MLP(nnx.Module):
     @jax.named_scope("shared_expert")
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Maps x [T, hidden] to [T, hidden] in the dtype of x. On a mesh, the result is this device's term of a sum."""
-        if _is_plain(self.gate_up_proj, FusedLinear):
-            return self.down_proj(ops.linear_swiglu(x, self.gate_up_proj.fused_matrix, self.limit))
         products = self.gate_up_proj(x)
         return self.down_proj(round_to(ops.swiglu(products["gate_proj"], products["up_proj"], self.limit), x.dtype))
 
