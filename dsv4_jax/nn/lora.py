@@ -6,7 +6,6 @@ that the tokens of one batch may use different ones. `merge_adapter` adds one ad
 
 import functools
 import math
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -24,12 +23,9 @@ from dsv4_jax.nn.shardings import parameter_sharding
 from dsv4_jax.quant import round_to
 
 
-# {submodule of a `DecoderLayer`: its attributes with linear maps that can have adapters}. Routed experts, routers and
-# `Compressor.key_proj` cannot have adapters.
-_MODULES = {
-    "self_attn": ("input_projections", "latent_projections", "o_a_proj", "o_b_proj"),
-    "mlp.shared_experts": ("gate_up_proj", "down_proj"),
-}
+# Submodules of a `DecoderLayer` whose linear maps can have adapters. Routed experts, routers and `Compressor.key_proj`
+# cannot have adapters.
+_PARENTS = ("self_attn", "shared_experts")
 TARGETS = ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -226,9 +222,6 @@ def linear_modules(model: Any) -> Iterator[tuple[int, str, Any]]:
     """Yields (number of stacked layers, name of the attribute, module) for each module that can have adapters."""
     for loop in model.model.layers.loops:
         for layer in loop.layers:
-            for path, attributes in _MODULES.items():
-                parent = operator.attrgetter(path)(layer)
-                for attribute in attributes:
-                    module = getattr(parent, attribute, None)
-                    if isinstance(module, Linear | FusedLinear):
-                        yield loop.run.repeats, attribute, module
+            for path, module in nnx.iter_modules(layer):
+                if isinstance(module, Linear | FusedLinear) and path[-2] in _PARENTS:
+                    yield loop.run.repeats, path[-1], module
