@@ -224,4 +224,4 @@ def linear_modules(model: Any) -> Iterator[tuple[int, str, Any]]:
         for layer in loop.layers:
             for path, module in nnx.iter_modules(layer):
                 if isinstance(module, Linear | FusedLinear) and path[-2] in _PARENTS:
-                    yield loop.run.repeats, path[-1], module
+                    yield loop.run.repeats, str(path[-1]), module
