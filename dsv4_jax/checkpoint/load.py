@@ -29,9 +29,8 @@ from dsv4_jax.nn import DeepseekV4ForCausalLM, TokenMap
 from dsv4_jax.nn.layers import ABSTRACT
 from dsv4_jax.nn.parameters import (
     ParameterView,
-    get_leaf,
     indexed_shape,
-    leaf_names,
+    leaves,
     parameter_views,
     set_leaf,
     write_leaf,
@@ -254,13 +253,12 @@ class _Loader:
         if self.memory is not None and weights[0].is_expert:
             # Codes are copied to the GPU or to host memory, as planned.
             modules = [weight.module for weight in weights]
-            stack = self.memory.place_stack(modules, get_leaf(variable, "codes").shape)
+            stack = self.memory.place_stack(modules, variable.get_value().codes.shape)
             for number, weight in enumerate(weights):
                 stack.write(number, [read() for read in self._pieces(weight, "codes")[0]])
             set_leaf(variable, "codes", stack.array)
         tables = tables_on_host(weights[0].path, self.memory, self.host_tables)
-        for field in leaf_names(variable):
-            struct = get_leaf(variable, field)
+        for field, struct in leaves(variable.get_value()).items():
             if isinstance(struct, jax.Array):
                 continue
             array = None

@@ -277,11 +277,8 @@ class DSV4Config:
 
     def layer_experts(self, layer: int) -> tuple[int, int]:
         """Returns the number of a layer's routed experts, and the number of them that a token is sent to."""
-        experts = selected = None
-        if self.dspark is not None and layer >= self.num_hidden_layers:
-            experts = self.dspark.n_routed_experts
-            selected = self.dspark.num_experts_per_tok
-        return experts or self.n_routed_experts, selected or self.num_experts_per_tok
+        source = (self.dspark or self) if layer >= self.num_hidden_layers else self
+        return source.n_routed_experts or self.n_routed_experts, source.num_experts_per_tok or self.num_experts_per_tok
 
     def is_hashed(self, layer: int) -> bool:
         """Returns whether a layer looks up its experts by token id; draft layers never do."""

@@ -47,20 +47,6 @@ class StepCarry:
         taps = None if self.taps is None else self.taps.at[row].set(mean, mode="drop")
         return dataclasses.replace(self, taps=taps)
 
-    def with_selection(
-        self, layer: int, indices: Int[Array, "T k"], candidates: Int[Array, "T B"] | None = None
-    ) -> "StepCarry":
-        """Returns the carry with the selection of a layer, and with its candidate blocks if there are any.
-
-        Args:
-          layer: index of the layer.
-          indices: [T, index_topk] int32 entries that the layer selected.
-          candidates: [T, B] int32 candidate blocks of the layer; None if the layer makes no candidate blocks.
-        """
-        made = {} if candidates is None else {layer: candidates}
-        selection = self.selection | {layer: indices}
-        return dataclasses.replace(self, selection=selection, candidates=self.candidates | made)
-
 
 class Attention(nnx.Module):
     """The attention of a layer of any kind (docs/dsv4.md 2). `config.layers[layer]` says which parts it has.
@@ -164,7 +150,9 @@ class Attention(nnx.Module):
                 # or its token sees no entry. The indexer's selection is right in both cases.
                 forced = forced_selection[:, : selection.shape[1]]
                 selection = jnp.where(forced[:, :1] >= 0, forced, selection)
-            carry = carry.with_selection(self.layer, selection, own_candidates)
+            made = {} if own_candidates is None else {self.layer: own_candidates}
+            selections = carry.selection | {self.layer: selection}
+            carry = dataclasses.replace(carry, selection=selections, candidates=carry.candidates | made)
         indices = None if spec.selection is None else carry.selection[spec.selection]
         # Keys are also the values, and are rotated by their own positions. `attend` rotates the output back by the
         # query's position, so that the output depends on relative positions only.

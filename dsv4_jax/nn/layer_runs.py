@@ -5,6 +5,7 @@ A run repeats a period, a sequence of layers: layers A B A B A B are a run of 3 
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +53,17 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
     """
     stop = start + len(forms)
 
-    def equal(first: int, period: int, layer: int) -> bool:
-        """Returns whether a layer can be a repeat of the layer one period earlier, in a run that begins at `first`."""
+    def form_in_run(layer: int, first: int, period: int) -> Any:
+        """Returns a value that is equal for the layers at one position of a run that begins at `first`."""
         form, sources = forms[layer - start]
-        earlier_form, earlier_sources = forms[layer - period - start]
-        return form == earlier_form and all(
-            is_same(source, earlier, first, period, layer)
-            for source, earlier in zip(sources, earlier_sources, strict=True)
-        )
 
-    def is_same(source: int | None, earlier: int | None, first: int, period: int, layer: int) -> bool:
-        """Returns whether a layer's source counts as equal to `earlier`, the source of the layer one period earlier."""
-        if source is None or earlier is None:
-            return source == earlier
-        if source == earlier:
-            return source < first
-        return source - earlier == period and layer - source <= (layer - first) % period
+        def place(source: int | None) -> Any:
+            """Returns a source before the run as it is, and one in the layer's repeat relative to the layer."""
+            if source is None or source < first:
+                return source
+            return source - layer if layer - source <= (layer - first) % period else (layer, source)
+
+        return form, [place(source) for source in sources]
 
     # {index of a layer: (sum of periods, number of runs, runs) of the best division of this and all later layers}.
     best: dict[int, tuple[int, int, tuple[LayerRun, ...]]] = {stop: (0, 0, ())}
@@ -75,7 +71,7 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
         choices = []  # the runs that can begin here
         for period in range(1, (stop - first) // 2 + 1):
             end = first + period  # layers from `first + period` to `end - 1` repeat those one period earlier
-            while end < stop and equal(first, period, end):
+            while end < stop and form_in_run(end, first, period) == form_in_run(end - period, first, period):
                 end += 1
             choices += [LayerRun(first, period, repeats) for repeats in range(2, (end - first) // period + 1)]
         choices.append(LayerRun(first, 1, 1))

@@ -49,10 +49,8 @@ class ParameterView:
     def get_value(self) -> Array | QuantizedWeight:
         """Returns a copy of the parameter."""
         value = self.variable.get_value()
-        if not isinstance(value, QuantizedWeight):
-            return value[self.index]
-        codes, scale = (getattr(value, field)[self.leaf_index(field)] for field in ("codes", "scale"))
-        return dataclasses.replace(value, codes=codes, scale=scale)
+        parts: Any = {field: array[self.leaf_index(field)] for field, array in leaves(value).items()}
+        return dataclasses.replace(value, **parts) if isinstance(value, QuantizedWeight) else parts[None]
 
     def read(self) -> Array:
         """Returns a copy of the parameter's values, dequantized if they are quantized."""
@@ -70,21 +68,18 @@ class ParameterView:
                 f"the new value must be stored like the old one, with shape {self.shape} as {kind}; "
                 f"got {new.shape} as {new_kind}"
             )
-        for field in leaf_names(self.variable):
-            leaf: Any = new if field is None else getattr(new, field)
-            write_leaf(self.variable, field, leaf, self.leaf_index(field))
+        for field, array in leaves(new).items():
+            write_leaf(self.variable, field, array, self.leaf_index(field))
 
     def leaf_index(self, field: str | None) -> Index:
-        """Returns the index of the parameter in the array `field` of the variable, see `leaf_names`."""
-        value = self.variable.get_value()
+        """Returns the index of the parameter in the array `field` of the variable, see `leaves`."""
         if field != "scale":
             return self.index
-        return tuple(_of_scales(place, value.block[0]) for place in self.index)
-
-
-def _of_scales(place, rows):
-    """Converts an item of an index into codes to the item for the scales, which have a row per block of `rows` rows."""
-    return slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
+        rows = self.variable.get_value().block[0]  # the scales have a row for each block of so many rows of codes
+        return tuple(
+            slice(place.start // rows, math.ceil(place.stop / rows)) if isinstance(place, slice) else place
+            for place in self.index
+        )
 
 
 def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
@@ -133,22 +128,16 @@ def _layer_paths(stacks, path):
 
 def indexed_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     """Returns the shape of the part at `index` of an array with the given shape."""
-    rows = [place.stop - place.start for place in index if isinstance(place, slice)]
-    return (*rows, *shape[len(index) :])
+    return np.broadcast_to(0, shape)[index].shape
 
 
-def leaf_names(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """Returns the fields of a variable that are arrays: ("codes", "scale") if it is quantized, else (None,)."""
-    return ("codes", "scale") if isinstance(variable.get_value(), QuantizedWeight) else (None,)
-
-
-def get_leaf(variable: nnx.Variable, field: str | None) -> Any:
-    """Returns the array, or `jax.ShapeDtypeStruct`, in a field of a variable, see `leaf_names`."""
-    return variable.get_value() if field is None else getattr(variable.get_value(), field)
+def leaves(value: Any) -> dict[str | None, Any]:
+    """Returns {field: array} of a variable's value: its "codes" and "scale" if it is quantized, else {None: value}."""
+    return {"codes": value.codes, "scale": value.scale} if isinstance(value, QuantizedWeight) else {None: value}
 
 
 def set_leaf(variable: nnx.Variable, field: str | None, array: Array) -> None:
-    """Replaces the array in a field of a variable, see `leaf_names`."""
+    """Replaces the array in a field of a variable, see `leaves`."""
     variable.set_value(array if field is None else dataclasses.replace(variable.get_value(), **{field: array}))
 
 
@@ -157,11 +146,11 @@ def write_leaf(variable: nnx.Variable, field: str | None, new: Array, index: Ind
 
     Args:
       variable: the variable. A `jax.ShapeDtypeStruct` in the place of the array becomes zeros first.
-      field: field of the variable, see `leaf_names`. Its array is donated.
+      field: field of the variable, see `leaves`. Its array is donated.
       new: the values to write.
       index: index of the part, as in `ParameterView`.
     """
-    array = get_leaf(variable, field)
+    array = leaves(variable.get_value())[field]
     # `new` lacks the axes on which `index` is a number, such as the axis of layers.
     axes = tuple(axis for axis, place in enumerate(index) if not isinstance(place, slice))
     new = jnp.expand_dims(new, axes)

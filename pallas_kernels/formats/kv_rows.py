@@ -171,22 +171,18 @@ def _emit_store_rows(ref, rows, values, *, first_group=0):
             llvm.store(value, _pointer(ref, values.shape, row, group, column), alignment=_bytes(bits))
 
 
+@primitive
 def regroup(x: jax.Array, groups: int) -> jax.Array:
     """Reshapes rows of 512 values, [n, .., ..], to [n, groups, 512 / groups]. No value moves to another lane.
 
     Rows in different numbers of groups have different register layouts, even after a reduction to one value per row.
     `PER_ROW` is the layout of such values for rows of 8 groups.
     """
-    return x if x.shape[1] == groups else _regroup(x, groups)
-
-
-@primitive
-def _regroup(x, groups):
     return x.reshape(x.shape[0], groups, -1)
 
 
 @mlir.emits(
-    _regroup,
+    regroup,
     layout=_layout,
     returns=lambda x, groups: jax.ShapeDtypeStruct((x.shape[0], groups, ROW_DIM // groups), x.dtype),
 )

@@ -51,8 +51,8 @@ class RowLayout:
         """The pools, as tuples (name, dtype, number of elements per row)."""
         scale = jnp.float32 if self.scale_block is None else jnp.uint8
         code_width = self.nope_dim // (1 if self.codes == "e4m3" else 2)
-        widths = code_width, self.rope_dim, self.scale_width
-        return list(zip(("nope", "rope", "scale"), (jnp.uint8, jnp.bfloat16, scale), widths, strict=True))
+        rope = "rope", jnp.bfloat16, self.rope_dim
+        return [("nope", jnp.uint8, code_width), rope, ("scale", scale, self.scale_width)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ the cluster. `inline` puts a function that calls these functions into a kernel.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,11 +86,9 @@ def warp() -> U32:
 # --- control ---
 
 
-@contextlib.contextmanager
-def when(condition: U32) -> Iterator[None]:
-    """Makes the code that is emitted within this context run only in threads where the condition holds."""
-    with mgpu.utils.when(condition.value):
-        yield
+def when(condition: U32) -> contextlib.AbstractContextManager:
+    """Returns a context. The code that is emitted within it runs only in threads where the condition holds."""
+    return mgpu.utils.when(condition.value)
 
 
 def loop(count: U32 | int, body: Callable[..., Iterable[U32] | None], *carried: U32) -> list[U32]:
