@@ -88,37 +88,31 @@ def parameter_views(module: nnx.Module) -> dict[str, ParameterView]:
     Paths do not depend on which layers are stacked and which maps share a matrix. Examples are
     "model.layers.17.self_attn.o_b_proj.weight" and "model.layers.17.self_attn.input_projections.weights.kv_proj".
     """
-    stacks = {}
-    fused_linears = {}
-    for path, child in nnx.iter_modules(module):
-        if isinstance(child, LayerStack):
-            stacks[path] = child
-        if isinstance(child, FusedLinear):
-            fused_linears[path] = child
+    modules = dict(nnx.iter_modules(module))
     views = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         key = path[-1]
-        fused = fused_linears.get(path[:-2]) if path[-2:-1] == ("weights",) else None
+        fused = modules.get(path[:-2])
         rows: dict[Any, Index] = {key: ()}
-        if fused is not None:
+        if isinstance(fused, FusedLinear) and path[-2] == "weights":
             # The key of a matrix in `FusedLinear.weights` joins the names of its maps with "+".
             rows = {name: fused.rows_of(name)[1] for name in str(key).split("+")}
         for name, row_index in rows.items():
-            for layer_path, layer_index in _layer_paths(stacks, (*path[:-1], name)):
+            for layer_path, layer_index in _layer_paths(modules, (*path[:-1], name)):
                 views[".".join(map(str, layer_path))] = ParameterView(variable, (*layer_index, *row_index))
     return views
 
 
-def _layer_paths(stacks, path):
+def _layer_paths(modules, path):
     """Yields (path of a layer's parameter, its index on the leading axis) for each layer of the stacked parameter.
 
     Args:
-      stacks: {path: LayerStack} of all stacks.
+      modules: {path: module} of all modules.
       path: path of the parameter. Yields (path, ()) if it is not in a stack.
     """
     for length in range(len(path)):
-        stack = stacks.get(path[:length])
-        if stack is not None and path[length] == "loops":
+        stack = modules.get(path[:length])
+        if isinstance(stack, LayerStack) and path[length] == "loops":
             loop, _, position = path[length + 1 : length + 4]
             for repeat, layer in enumerate(stack.loops[loop].run.layers(position)):
                 yield (*path[:length], layer - stack.start, *path[length + 4 :]), (repeat,)
