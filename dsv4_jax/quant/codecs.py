@@ -1,7 +1,7 @@
 """Codecs: objects that encode window rows, compressed entries and indexer keys for the KV cache, and decode them.
 
-A codec knows the widths of its rows. The cache's pools are allocated by the codec's `struct`, and kernels take its
-`layout`.
+A codec knows the widths of its rows. The cache's pools are allocated by the codec's `struct`, which follows from
+`encode`, and kernels take its `layout`.
 
 FP8 and FP4 codes and 8-bit scales are stored as uint8 bits, because XLA on CPU would upcast a whole pool of FP8 around
 a scatter. Except in the format "v41", the dims of a row that RoPE rotates are not quantized below bfloat16
@@ -10,7 +10,8 @@ a scatter. Except in the format "v41", the dims of a row that RoPE rotates are n
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from dsv4_jax.quant.fp4 import (
 )
 from dsv4_jax.quant.fp8 import MXFP8_BLOCK, decode_fp8_block, decode_fp8_entry, encode_fp8_block, encode_fp8_entry
 from dsv4_jax.quant.numerics import hadamard, round_to, straight_through
-from pallas_kernels.formats.layouts import KeyLayout, RowLayout, quantized
+from pallas_kernels.formats.layouts import KeyLayout, RowLayout
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
 
@@ -66,26 +67,12 @@ class IndexRows:
     scale: Any
 
 
-def _structs(columns):
-    """Returns a list with a `jax.ShapeDtypeStruct` for each column of a row, a tuple (array's name, dtype, width).
-
-    A column of width 0 becomes None, except "nope".
-    """
-    return [
-        jax.ShapeDtypeStruct((width,), dtype) if width or name == "nope" else None for name, dtype, width in columns
-    ]
-
-
 class Codec(abc.ABC):
     """The interface of codecs of KV rows or indexer keys. Codecs are hashable, for use as static arguments of `jit`.
 
-    Methods take rows with any leading shape. The bits of a row do not depend on this shape.
-
-    Attributes:
-      stored: class of stored rows, `Rows` or `IndexRows`.
+    Methods take rows with any leading shape. The bits of a row do not depend on this shape. A codec has an attribute
+    `dim`, the number of values in a row.
     """
-
-    stored: ClassVar[Any]
 
     @property
     def layout(self) -> Any:
@@ -94,8 +81,8 @@ class Codec(abc.ABC):
 
     @property
     def struct(self) -> Any:
-        """The shapes and dtypes of one stored row, as `stored` of `jax.ShapeDtypeStruct`; by default of `layout`."""
-        return self.stored(*_structs(quantized(self.layout).columns))
+        """The shapes and dtypes of one stored row, as `Rows` or `IndexRows` of `jax.ShapeDtypeStruct`."""
+        return _struct(self)
 
     @abc.abstractmethod
     def encode(self, x: Float[Array, "*rows D"]) -> Any:
@@ -118,6 +105,12 @@ class Codec(abc.ABC):
         return x
 
 
+@functools.cache
+def _struct(codec):
+    rows = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((codec.dim,), jnp.float32))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)  # without a sharding on a mesh
+
+
 # --- rows ---
 
 
@@ -130,7 +123,6 @@ class RowCodec(Codec):
       rope_dim: number of dims in `Rows.rope`, the last dims of a row: qk_rope_head_dim. "v41": 0.
     """
 
-    stored = Rows
     nope_dim: int
     rope_dim: int
 
@@ -227,11 +219,6 @@ class PlainRows(RowCodec):
 
     dtype: Any
 
-    @property
-    def struct(self) -> Rows:
-        columns = ("nope", self.dtype, self.nope_dim), ("rope", self.dtype, self.rope_dim), ("scale", None, 0)
-        return Rows(*_structs(columns))
-
     def encode(self, x: Float[Array, "*rows D"]) -> Rows:
         nope, rope = self._split(x, self.dtype)
         return Rows(round_to(nope, self.dtype), rope, None)
@@ -251,7 +238,6 @@ class KeyCodec(Codec):
       dim: number of dims of a key, index_head_dim.
     """
 
-    stored = IndexRows
     dim: int
 
     def round_query(self, q: Float[Array, "*rows Di"]) -> Float[Array, "*rows Di"]:
@@ -317,10 +303,6 @@ class PlainKeys(KeyCodec):
     """
 
     dtype: Any
-
-    @property
-    def struct(self) -> IndexRows:
-        return IndexRows(jax.ShapeDtypeStruct((self.dim,), self.dtype), None)
 
     def encode(self, x: Float[Array, "*rows Di"]) -> IndexRows:
         return IndexRows(round_to(x.astype(jnp.float32), self.dtype), None)
