@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from dsv4_jax.cache import Batch, Decisions, KVCache, StepCache
 from dsv4_jax.cache.ngrams import advance_ngrams
+from dsv4_jax.common.arguments import check_choice
 from dsv4_jax.config import DSparkConfig, DSV4Config, MTPConfig
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import RECORDED, DecoderLayer
@@ -160,8 +161,7 @@ class DeepseekV4ForCausalLM(nnx.Module):
         """
         param_dtype = dtype if param_dtype is None else param_dtype
         for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
-            if jnp.dtype(value) not in (jnp.bfloat16, jnp.float32):
-                raise ValueError(f"{name} must be bfloat16 or float32, got {jnp.dtype(value)}")
+            check_choice(name, jnp.dtype(value).name, "bfloat16", "float32")
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.adapter_names: tuple[str, ...] = ()

@@ -10,12 +10,12 @@
 
 import abc
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax.common.arguments import check_choice, check_positive
 from dsv4_jax.quant import codecs
 from dsv4_jax.quant.codecs import KeyCodec, RowCodec
 from dsv4_jax.quant.fp8 import FP8_BLOCK, MXFP8_BLOCK
@@ -77,6 +77,7 @@ class PerEntryFormat(KVFormat):
       index_global_scale: NVFP4's second-level scale, which all indexer keys and queries share.
 
     Raises:
+      TypeError: `index_global_scale` is not a number.
       ValueError: `index_global_scale` is not positive and finite.
     """
 
@@ -84,8 +85,7 @@ class PerEntryFormat(KVFormat):
     index_global_scale: float = 1.0
 
     def __post_init__(self):
-        if not (math.isfinite(self.index_global_scale) and self.index_global_scale > 0):
-            raise ValueError(f"index_global_scale must be positive and finite, got {self.index_global_scale}")
+        check_positive("index_global_scale", self.index_global_scale)
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
         return codecs.FP8Rows(nope_dim, rope_dim, None)
@@ -110,8 +110,7 @@ class PlainFormat(KVFormat):
 
     def __post_init__(self):
         dtype = np.dtype(self.dtype)
-        if dtype not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f'format "plain" stores float32 or bfloat16, got dtype={dtype.name}')
+        check_choice("dtype", dtype.name, "float32", "bfloat16", reason=' in the format "plain"')
         object.__setattr__(self, "dtype", dtype)  # as np.dtype, so that equal formats have equal hashes
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
@@ -152,16 +151,11 @@ def kv_format(name: str | KVFormat, dtype: Any = None) -> KVFormat:
       name: "v4", "v41", "per_entry" or "plain". A KVFormat is returned as it is.
       dtype: dtype that "plain" stores, float32 or bfloat16; None = bfloat16. Other formats ignore it.
 
-    Raises:
-      TypeError: `name` is neither a string nor a KVFormat.
-      ValueError: the name is unknown, or "plain" cannot store the dtype.
+    Raises ValueError if there is no format of this name, or if "plain" cannot store the dtype.
     """
     if isinstance(name, KVFormat):
         return name
-    if not isinstance(name, str):
-        raise TypeError(f"a KV format is a name or a KVFormat, got {type(name).__name__}")
-    if name not in FORMATS:
-        raise ValueError(f"unknown KV format {name!r}; known are {', '.join(map(repr, FORMATS))}")
+    check_choice("kv_format", name, *FORMATS, reason=", or a KVFormat")
     if name == PlainFormat.name and dtype is not None:
         return PlainFormat(dtype)
     return FORMATS[name]()

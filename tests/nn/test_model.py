@@ -171,7 +171,7 @@ def test_a_cache_for_another_model_is_refused(short_config, changes, message):
 
 
 def test_other_dtypes_are_refused(short_config):
-    with pytest.raises(ValueError, match="param_dtype must be bfloat16 or float32, got float16"):
+    with pytest.raises(ValueError, match="param_dtype='float16' must be 'bfloat16' or 'float32'"):
         nnx.eval_shape(lambda: DeepseekV4ForCausalLM(short_config, param_dtype=jnp.float16))
 
 

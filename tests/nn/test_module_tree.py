@@ -121,7 +121,7 @@ def test_fields_that_hold_arrays_say_so(kind):
 
 
 def test_other_dtypes_are_refused(config):
-    with pytest.raises(ValueError, match="dtype must be bfloat16 or float32, got float16"):
+    with pytest.raises(ValueError, match="dtype='float16' must be 'bfloat16' or 'float32'"):
         DeepseekV4ForCausalLM(config, dtype=jnp.float16)
 
 

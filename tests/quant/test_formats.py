@@ -235,12 +235,14 @@ def test_kv_format_by_name():
 
 
 def test_bad_formats_are_refused():
-    with pytest.raises(ValueError, match="unknown KV format 'fp8'; known are 'v4', 'v41', 'per_entry', 'plain'"):
+    with pytest.raises(
+        ValueError, match="kv_format='fp8' must be 'v4' or 'v41' or 'per_entry' or 'plain', or a KVFormat"
+    ):
         kv_format("fp8")
-    with pytest.raises(ValueError, match="float32 or bfloat16, got dtype=float16"):
+    with pytest.raises(ValueError, match="dtype='float16' must be 'float32' or 'bfloat16'"):
         kv_format("plain", jnp.float16)
     for scale in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="index_global_scale must be positive and finite"):
+        with pytest.raises(ValueError, match="index_global_scale=.* must be a finite number above 0"):
             PerEntryFormat(scale)
 
 
