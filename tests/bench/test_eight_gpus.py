@@ -19,7 +19,7 @@ SECTION = README.read_text().split("## Commands for eight GPUs\n")[1].split("\n#
 COMMANDS = [words for line in SECTION.splitlines() if (words := shlex.split(line))[:2] == ["dsv4-jax", "bench"]]
 # Small numbers in place of those that stand behind an option.
 SMALL = {"--batches": "2", "--contexts": "160", "--chunks": "16", "--requests": "2", "--prompts": "16"} | {
-    "--context": "16", "--token-budget": "16", "--drafts": "2",
+    "--context": "16", "--reply": "4", "--token-budget": "16", "--drafts": "2",
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_each_row_has_a_command():
         r"model .*v4_pro_0813 .*--drafts 5",
         r"prefill .*v4_pro_0813 .*--chunks 8192",
         r"model .*v4_flash --mesh model=8 --batches 1 ",
-        r"serve .*v4_flash .*--requests 256 1024 --prompts 8192 --context 8192",
+        r"serve .*v4_flash .*--requests 256 1024 --prompts --context 8192 --reply 1024",
     ):
         assert any(re.search(pattern, text) for text in texts), pattern
     assert all(f"h200_8gpus_{words[words.index('--json') + 1].split('_8gpus_')[1]}" in SECTION for words in COMMANDS)
