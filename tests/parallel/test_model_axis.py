@@ -16,7 +16,7 @@ from dsv4_jax import decode
 from dsv4_jax.bench import random_steps
 from dsv4_jax.bench.random_steps import RandomSteps
 from dsv4_jax.cache import KVCache
-from dsv4_jax.checkpoint.random_weights import random_model
+from dsv4_jax.checkpoint.random_weights import abstract_model, random_model
 from dsv4_jax.config import DSV4Config, LayerSpec, shared_specs
 from dsv4_jax.decode import CompiledModel, decode_step, forward, sample_step
 from dsv4_jax.engine import Engine
