@@ -210,22 +210,22 @@ def _decode(engine, rng, requests, options):
 
 def _load(engine, rng, requests, options):
     """Measures the throughput of prompts and replies while `requests` requests run at once."""
-    sent = {}  # {request: time at which it was added}
-    first = {}  # {request: time of its first token}
-    done = {}  # {request: time of its last token}
+    begins = {}  # {request: time at which it was added}
+    first_times = {}  # {request: time of its first token}
+    ends = {}  # {request: time of its last token}
     begin = time.perf_counter()
-    while len(done) < LOAD_ROUNDS * requests:
-        while len(sent) < min(LOAD_ROUNDS * requests, len(done) + requests):
-            sent[_add(engine, rng, options.context, options.reply)] = time.perf_counter()
+    while len(ends) < LOAD_ROUNDS * requests:
+        while len(begins) < min(LOAD_ROUNDS * requests, len(ends) + requests):
+            begins[_add(engine, rng, options.context, options.reply)] = time.perf_counter()
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
-            first.setdefault(output.request, now)
+            first_times.setdefault(output.request, now)
             if output.request.finish_reason is not None:
-                done[output.request] = now
+                ends[output.request] = now
     seconds = time.perf_counter() - begin
-    first_tokens = [1e3 * (first[request] - sent[request]) for request in sent]
-    tokens = [1e3 * (done[request] - first[request]) / max(options.reply - 1, 1) for request in sent]
+    first_tokens = [1e3 * (first_times[request] - begins[request]) for request in begins]
+    tokens = [1e3 * (ends[request] - first_times[request]) / max(options.reply - 1, 1) for request in begins]
     return {
         "measurement": "load",
         "tokens": options.context,
@@ -236,6 +236,6 @@ def _load(engine, rng, requests, options):
         "first_token_milliseconds_p95": float(np.percentile(first_tokens, 95)),
         "token_milliseconds": float(np.median(tokens)),
         "token_milliseconds_p95": float(np.percentile(tokens, 95)),
-        "tokens_per_second": len(sent) * (options.context + options.reply) / seconds,
+        "tokens_per_second": len(begins) * (options.context + options.reply) / seconds,
         "acceptance": engine.metrics.acceptance,
     }

@@ -19,8 +19,8 @@ Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
 # The kernel takes a bfloat16 weight with at least this number of rows. With fewer rows XLA is faster, because it
 # multiplies an input by several weights at once.
 MIN_ROWS = 1536
-# With more than `FEW_TOKENS` tokens, `quantized_matmul` takes a layer's bfloat16 matrix of at least `MIN_STACK_ROWS`
-# rows from a stack, unless `bfloat16_linear` takes it. XLA would copy the matrix before the product.
+# `quantized_matmul` takes a layer's bfloat16 matrix of at least `MIN_STACK_ROWS` rows from a stack, if there are more
+# than `FEW_TOKENS` tokens and `bfloat16_linear` does not take them. XLA would copy the matrix before the product.
 MIN_STACK_ROWS = 1024
 FEW_TOKENS = 32
 

@@ -63,8 +63,8 @@ class Config:
 
         # With SwiGLU, tiles have fewer tokens, because registers hold the scales of both maps.
         configs = []
-        for warpgroups, most in ((2, MAX_TILE_TOKENS - 16 * gated), (1, MAX_NARROW_TILE_TOKENS)):
-            fewest = -(-tokens // most)
+        for warpgroups, max_tokens in ((2, MAX_TILE_TOKENS - 16 * gated), (1, MAX_NARROW_TILE_TOKENS)):
+            fewest = -(-tokens // max_tokens)
             configs += [cls(-(-tokens // (16 * tiles)) * 16, warpgroups) for tiles in range(fewest, fewest + 4)]
         return min(configs, key=time)
 
