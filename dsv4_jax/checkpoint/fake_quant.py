@@ -64,7 +64,8 @@ def _as_stored(values, dtype):
             return QuantizedWeight.encode(still, dtype)[...]
         return round_to(round_to(still, jnp.bfloat16), values.dtype)
 
-    # A shard may end within a block of values with one scale, so XLA decides how the steps of rounding are sharded.
     still = jax.lax.stop_gradient(values)
+    # On a mesh, a shard may end within a block of values with one scale. `auto_axes` lets XLA choose the shardings of
+    # the intermediate arrays.
     rounded = jax.sharding.auto_axes(rounded, out_sharding=jax.typeof(values).sharding)
     return straight_through(rounded(still), values)

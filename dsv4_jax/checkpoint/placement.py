@@ -73,8 +73,8 @@ def fill(
     Args:
       shards: {bounds of a shard on each axis: array to write to}.
       pieces, shape, check, threads: as for `Staging.place`.
-      replaces: whether values that `jax.device_put` can take from a piece replace their shard in `shards`, and are
-        checked but not copied.
+      replaces: whether shards are replaced instead of copied where possible. If `jax.device_put` can take a shard's
+        values directly from a piece, a view of the piece replaces the shard's array in `shards`.
     """
     stack = shape[:-2] if len(pieces) > 1 else ()
 

@@ -80,7 +80,8 @@ class Scheduler:
           children: the copies, from `Request.child`.
           in_flight: the step that was launched and not read, if any.
         """
-        # A copy gets one of `slots`, or waits with the bytes `offloaded`. If these are None, it runs all tokens again.
+        # Each child gets one of `slots`, or waits in host memory as `offloaded`. If `offloaded` is None, the child runs
+        # all tokens again.
         offloaded = request.offloaded
         slots = []
         slot = request.slot
@@ -294,28 +295,31 @@ class Scheduler:
           output: the step's output, with lists of tokens and log-probabilities.
           bad_rows: indices of the output rows whose log-probabilities are not finite.
         """
-        slot, start, num_tokens, num_drafts, num_scored, _, samples, is_prefill = numbers
+        slot, start, num_tokens, num_drafts, num_scored, _source, samples, is_prefill = numbers
         tops = output.top_logprobs
-        num_rows = num_scored + samples * (1 + num_drafts)
-        begin = first_row + num_scored
-        drawn = output.tokens[begin : first_row + num_rows]
+        # The request's output rows: one for each scored token, then one for each drawn token.
+        num_drawn = samples * (1 + num_drafts)
+        first_drawn_row = first_row + num_scored
+        drawn = output.tokens[first_drawn_row : first_drawn_row + num_drawn]
         if num_drafts:
             drawn = accept(tokens[-num_drafts:].tolist(), drawn)
-        rows = slice(begin, begin + len(drawn))
+        drawn_rows = slice(first_drawn_row, first_drawn_row + len(drawn))
+        # The rows belong to the last tokens that the step ran. `first_position` is the position of the first of these.
+        first_position = start + num_tokens - (num_scored + num_drawn)
         for row in bad_rows:
-            if first_row <= row < rows.stop:
-                last = start + num_tokens - num_rows + row - first_row
-                error = FloatingPointError(f"request {request.id!r}: logits after its token {last} are not finite")
+            if first_row <= row < drawn_rows.stop:
+                position = first_position + (row - first_row)
+                error = FloatingPointError(f"request {request.id!r}: logits after its token {position} are not finite")
                 return self.finish(request, "error", error)
         if num_scored:
-            scored = slice(first_row, begin)
-            request.score(start + 1, output.logprobs[scored], tops and tops[scored])
+            scored_rows = slice(first_row, first_drawn_row)
+            request.score(start + 1, output.logprobs[scored_rows], tops and tops[scored_rows])
         self.metrics.prompt_tokens += is_prefill * (num_tokens - num_drafts)
         self.metrics.drafted_tokens += num_drafts
         if not drawn:
             return
         self.pending_outputs.setdefault(request, request.num_tokens)
-        num_new = request.extend(drawn, output.logprobs[rows], num_drafts, tops and tops[rows])
+        num_new = request.extend(drawn, output.logprobs[drawn_rows], num_drafts, tops and tops[drawn_rows])
         self.metrics.generated_tokens += num_new
         if output.draft_tokens is not None:
             drafts = output.draft_tokens[slot]

@@ -67,7 +67,7 @@ class CudaMemory:
         sizes = [self._run("cuMemGetAllocationGranularity", x, smallest) for x in self._properties.values()]
         self._stream = self._run("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.page = max(map(int, sizes))
-        # A trial, because some sandboxes and containers forbid pages of host memory.
+        # Allocate a page of host memory and free it again, because some sandboxes and containers forbid such pages.
         try:
             self.release(self.create(self.page, on_host=True))
         except MemoryError as error:

@@ -36,15 +36,20 @@ from pallas_kernels.runtime.pytrees import pytree_dataclass
 class Rows:
     """Stored KV rows, one for each leading index, in one of the formats of `quant.formats`.
 
-    The layout of FP8 rows is described at `pallas_kernels.formats.layouts.RowLayout`.
+    format               nope               rope           scale
+    "v4"                 E4M3 bits, uint8   bfloat16       E8M0 bits, uint8, one for 64 dims
+    "v41", window rows   E4M3 bits, uint8   None           E8M0 bits, uint8, one for 32 dims
+    "v41", entries       E2M1 pairs, uint8  None           E4M3 bits, uint8, one for 16 dims
+    "per_entry"          E4M3 bits, uint8   bfloat16       float32, one inverse scale
+    "plain"              model's dtype      model's dtype  None
+
+    E8M0 scales are zero-padded to a multiple of 8. The layout of FP8 rows is described at
+    `pallas_kernels.formats.layouts.RowLayout`.
 
     Attributes:
-      nope: [..., N] the dims without RoPE; in "v41" all dims. "plain": values in the format's dtype. Entries in "v41":
-        pairs of E2M1 codes in uint8. All others: E4M3 bits in uint8.
-      rope: [..., R] the dims with RoPE: bfloat16, or the format's dtype in "plain". "v41": None.
-      scale: [..., S] the scales of `nope`. "v4": E8M0 bits in uint8, a scale for 64 dims. Window rows in "v41": E8M0
-        bits in uint8, a scale for 32 dims. Both are zero-padded to a multiple of 8 scales. Entries in "v41": E4M3 bits
-        in uint8, a scale for 16 dims. "per_entry": one float32 inverse scale. "plain": None.
+      nope: [..., N] the dims without RoPE; in "v41" all dims.
+      rope: [..., R] the dims with RoPE.
+      scale: [..., S] the scales of `nope`.
     """
 
     nope: Any

@@ -283,7 +283,8 @@ class ExpertsProblem:
         even_first = lax.div(worker * tiles, workers)
         if not shared:
             return even_first * together, jnp.int32(0)
-        # The size of a tile is counted as its number of bits per weight, as if all tiles had equally many weights.
+        # Tiles are weighed by their number of bits per weight, as if all tiles had equally many weights. `tiles` counts
+        # `together` tiles of groups as one, so their bits are added.
         bits = self.layout.bits * together
         shared_bits = FP8.bits
         shared_first = lax.div(worker * shared, workers)

@@ -1,9 +1,12 @@
 """The first launch of `hyper_connections` for up to 4 tokens: new streams, and partial sums of the logits.
 
 The grid is one block of one warpgroup for each 32 channels. Each warp computes one of the 4 streams, and each lane one
-channel of this stream with float32 FMAs. A lane keeps its column of `fn` [R, 4 * D], the weights of the logits, in
-registers. If y is to be summed over GPUs, a block first exchanges its channels of y with the same block of the other
-GPUs, see `mgpu.mailbox`.
+channel of this stream with float32 FMAs. A lane keeps its column of `fn` [R, 4 * D], the weights of the R logits, in
+registers.
+
+The new streams are weighted sums of the old streams and of y [T, D], the output of the block of the model. If y is to
+be summed over GPUs, each thread block first exchanges its channels of y with the same thread block on the other GPUs,
+see `mgpu.mailbox`.
 """
 
 import jax

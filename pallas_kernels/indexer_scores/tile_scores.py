@@ -58,28 +58,33 @@ def score(
 
 @score.mosaic
 def _score_mosaic(keys, *, queries, weights, token, tokens, out, row, first, block, factor):
+    # `keys` are the two results of `unpack_e4m3` (values, largest) or of `unpack_bfloat16` (low, high).
     fp8 = queries.dtype == jnp.float8_e4m3fn
     layouts = (key_tiles.E4M3_KEYS, key_tiles.SCALES) if fp8 else (key_tiles.BF16_KEYS, key_tiles.BF16_KEYS)
 
-    def emit(keys, scales_or_keys, queries, weights, token, out, row, first, block):
-        registers = mlir.values(keys) if fp8 else [*keys.registers.flat, *scales_or_keys.registers.flat]
+    def emit(values_or_low, largest_or_high, queries, weights, token, out, row, first, block):
+        if fp8:
+            registers = mlir.values(values_or_low)
+            largest = mlir.values(largest_or_high)
+        else:
+            registers = [*values_or_low.registers.flat, *largest_or_high.registers.flat]
+            largest = None
         heads = weights.type.shape[1]
         dots = _dots(registers, queries, token, heads, tokens, "e4m3" if fp8 else "bf16")
 
         def store_token(dots, token, row):
             sums = _add_up(dots, weights, token * heads, [mlir.f32(0.0)] * 2)
-            _store(sums, mlir.values(scales_or_keys) if fp8 else None, out, row, first, block, factor)
+            _store(sums, largest, out, row, first, block, factor)
 
         per_token = len(dots) // tokens
         store_token(dots[:per_token], token, row)
         for i in range(1, tokens):
             store_token(dots[i * per_token : (i + 1) * per_token], token + i, row + i)
 
-    pairs = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
-    queries = queries, plgpu.RefType(transforms(queries.dtype))
-    mlir.inline(
-        emit, *pairs, queries, weights, token, out, row, first, (block, PER_WARP if block.ndim == 1 else PER_HALF)
-    )
+    keys_with_layouts = ((x, kind.layout) for x, kind in zip(keys, layouts, strict=True))
+    queries_with_type = queries, plgpu.RefType(transforms(queries.dtype))
+    block_with_layout = block, PER_WARP if block.ndim == 1 else PER_HALF
+    mlir.inline(emit, *keys_with_layouts, queries_with_type, weights, token, out, row, first, block_with_layout)
 
 
 @primitive

@@ -610,9 +610,9 @@ class RadixSelect:
 
         Args:
           marks: list of words of both bitmaps, from `_load_marks`.
-          ties: number of ties that are selected in the row.
-          above, tied: numbers of marks in the bitmaps `above` and `ties` for entries of the row with lower indices than
-            this thread's entries.
+          ties: number of ties that are selected in the row, not the bitmap of this name.
+          above: number of marks in the bitmap `above` before this thread's first entry, counted over the whole row.
+          tied: the same number for the bitmap of ties.
         """
         k = self.plan.k
         for above_bits, tie_bits, entry in marks:

@@ -447,9 +447,14 @@ class Steps:
         return count if self.gemm.stages_per_step == 1 else count * self.gemm.stages_per_step
 
     def index_of(self, i: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns two indices of the warpgroup's i-th stage of a tile: among the stages of the tile, and of a row.
+        """Finds the i-th of the stages that the warpgroup multiplies in a tile.
 
-        `first` is the index of the warpgroup's first step in the tile, from `self.first`.
+        Args:
+          i: index of the stage among the warpgroup's stages of the tile.
+          first: index of the warpgroup's first step in the tile, from `self.first`.
+
+        Returns:
+          (index of the stage among all stages of the tile, index among the stages that cover a row from left to right).
         """
         if self.product.whole_rows:
             return i * MULTIPLIERS + first, i

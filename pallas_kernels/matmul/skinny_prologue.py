@@ -187,18 +187,20 @@ def _emit_load_inputs(
 
 
 def _placed(eight, four, layout, stage_columns):
-    """Finds the place in shared memory of 8 input columns, from `8 * eight` on.
+    """Finds where columns 8 * eight .. 8 * eight + 7 of an input are stored, and in which order.
+
+    An input's columns are stored in units of 32. Four threads multiply a unit, 8 columns each, with the weights that
+    they have unpacked. So the 8 columns go to the thread that unpacks their weights.
 
     Args:
-      eight: index of the group of 8 columns.
-      four: the 8 values, as words of two bfloat16.
+      eight: index of the group of 8 columns in the input.
+      four: four words, the input's values in these columns as pairs of bfloat16.
       layout: storage of the weights.
       stage_columns: number of columns of a stage.
 
     Returns:
-      (unit, inner, words). `unit` is the index of the unit. `inner` is the index of the thread that unpacks the weights
-      of these columns, among the four threads that share a row. `words` lists the values in the order in which this
-      thread unpacks its weights.
+      (unit, inner, words). `unit` is the index of the unit in the input. `inner`, 0 to 3, is the index of the thread
+      among the four. `words` are the values of `four` in the order in which this thread unpacks its weights.
     """
     if layout.bits == 4:
         # A word of weights holds eight codes, which `e2m1_pairs` unpacks to pairs of codes i and i + 4.

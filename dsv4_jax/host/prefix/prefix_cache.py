@@ -599,18 +599,28 @@ class PrefixCache(Summarized):
             # The blocks in memory are shared first. Otherwise the inner transaction could evict them to acquire blocks.
             blocks = [node.block for node in path]
             table.allocator.share(blocks)
+            # The blocks that were read from disk are written to newly acquired blocks of the cache.
             with table.transaction({slot: len(prefix.digests)}) as acquired:
-                restored = acquired[slot]
-                blocks += restored
+                new_blocks = acquired[slot]
+                blocks += new_blocks
                 length = len(blocks) * self._block_tokens
-                snapshot = devices.put(prefix.snapshot)  # `put` returns None for None
-                rows = path[-1].snapshot if snapshot is None else snapshot
-                new_cache = devices.write_request(cache, slot, length, blocks, rows, restored, prefix.blocks)
-                for digest, block in zip(prefix.digests, restored, strict=True):
+                disk_snapshot = devices.put(prefix.snapshot)  # `put` returns None for None
+                rows = path[-1].snapshot if disk_snapshot is None else disk_snapshot
+                new_cache = devices.write_request(
+                    cache, slot, length, blocks, rows, restored=new_blocks, block_rows=prefix.blocks
+                )
+                for digest, block in zip(prefix.digests, new_blocks, strict=True):
                     self._append_block(path, digest, block)
-                if snapshot is not None:
-                    self._keep_snapshot(snapshot, path)
-                state = RequestState(length, length, length, blocks, cached_blocks=path, weights=table.weights)
+                if disk_snapshot is not None:
+                    self._keep_snapshot(disk_snapshot, path)
+                state = RequestState(
+                    length=length,
+                    min_length=length,
+                    restored=length,
+                    blocks=blocks,
+                    cached_blocks=path,
+                    weights=table.weights,
+                )
                 record_write(table, cache, new_cache, {slot: state})
         return path, new_cache
 
