@@ -27,7 +27,9 @@ MODELS = "|".join((*PRESETS, "DIR"))  # text that stands for the value of an opt
 
 
 # {option: its minimum}, the same in all commands. If an option has several numbers, each must reach the minimum.
-MINIMUMS = dict.fromkeys(("decode_from", "drafts", "grace_seconds", "max_waiting", "request_seconds", "skew"), 0)
+MINIMUMS = dict.fromkeys(
+    ("decode_from", "drafts", "grace_seconds", "max_waiting", "reply", "request_seconds", "skew"), 0
+)
 MINIMUMS |= dict.fromkeys(
     (
         "beams",

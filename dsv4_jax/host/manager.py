@@ -575,8 +575,9 @@ class KVCacheManager(Summarized):
             max_query_tokens = self.schema.max_query_tokens
             raise ValueError(
                 f"slot {slot} cannot rewind {num_tokens=}: it holds {state.length}, its rings reach back to "
-                f"{base.min_length} (the spare rows of {max_query_tokens=}); truncate goes further. The "
-                f"tokens of batches that did not run, here {not_run}, can all be taken back"
+                f"{base.min_length} (the spare rows of {max_query_tokens=}), so at most "
+                f"{state.length - base.min_length} can be taken back; truncate goes further. The tokens of batches "
+                f"that did not run, here {not_run}, can all be taken back"
             )
         num_full = length // self.schema.block_tokens
         if self.requests.is_shared(state.blocks[num_full:]):

@@ -20,9 +20,9 @@ Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
 # multiplies an input by several weights at once.
 MIN_ROWS = 1536
 # `quantized_matmul` takes a layer's bfloat16 matrix of at least `MIN_STACK_ROWS` rows from a stack, if there are more
-# than `FEW_TOKENS` tokens and `bfloat16_linear` does not take them. XLA would copy the matrix before the product.
+# than `MAX_QUANTIZED_TOKENS` tokens and `bfloat16_linear` does not take them. XLA would copy the matrix before the
+# product.
 MIN_STACK_ROWS = 1024
-FEW_TOKENS = 32
 
 
 def linear(
@@ -199,7 +199,8 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
     (weight,), layer = layer_stacks(weights)
     is_few = tokens in kernels.BFLOAT16_TOKENS
     multiply = kernels.bfloat16_linear
-    if layer is not None and tokens > FEW_TOKENS and rows >= MIN_STACK_ROWS and not (is_few and rows >= MIN_ROWS):
+    is_stack = layer is not None and rows >= MIN_STACK_ROWS
+    if is_stack and tokens > kernels.MAX_QUANTIZED_TOKENS and not (is_few and rows >= MIN_ROWS):
         multiply = kernels.quantized_matmul
     elif not interpret and rows < MIN_ROWS:
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {rows}")

@@ -26,7 +26,9 @@ from pallas_kernels.runtime.lowering_cache import cached_trace
 
 
 MAX_TILE_TOKENS = 256
-MAX_NARROW_TILE_TOKENS = 128  # maximum number of tokens of a tile if one warpgroup multiplies
+# Maximum number of tokens of a tile if one warpgroup multiplies. Tiles of 256 tokens took longer than `Config.choose`
+# would expect.
+MAX_NARROW_TILE_TOKENS = 128
 BLOCKS = 2  # number of blocks of a cluster
 
 
@@ -57,7 +59,8 @@ class Config:
         def time(config):
             blocks, row_tiles = config.divide(rows, groups)
             waves = -(-row_tiles * -(-tokens // config.tile_tokens) // (MULTIPROCESSORS // blocks))
-            # Unpacking a tile's weights takes about as long as the products with this number of tokens.
+            # Fitted to times of an H200, docs/notes/linear.md. The unit is the time that a token adds to a tile of 64
+            # rows. Unpacking the tile's weights takes `unpacking` of these units.
             unpacking = 340 if config.warpgroups == 2 else 260
             return waves * (unpacking + config.tile_tokens * config.warpgroups)
 

@@ -80,6 +80,7 @@ def test_experts_in_host_memory(monkeypatch):
         (["--config", "v4_flash", "--layers", "7"], "--layers 7 must be at most 6"),
         (["--config", "v4_flash", "--prompts", "40000"], "--prompts and --context need 40001 tokens"),
         (["--config", "v4_flash", "--requests", "0"], "--requests 0 must be at least 1"),
+        (["--config", "v4_flash", "--reply", "-1"], "--reply -1 must be at least 0"),
         (["--config", "v4_flash", "--requests"], "--requests needs at least one number"),
         (["--config", "no"], "--config no is neither v4_flash nor v4_pro"),
     ],
