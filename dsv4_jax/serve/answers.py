@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dsv4_jax.decode.sampling import SamplingParams
+from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.grammar import Grammar
 from dsv4_jax.engine.text import AnswerText, encode, token_offsets
 from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
@@ -350,9 +351,9 @@ class CompletionAnswer(OpenAIAnswer):
 
 
 def _score(choice):
-    """Returns the mean log-probability of the new tokens, by which `best_of` selects choices; 0 without new tokens."""
-    logprobs = [t.logprob or 0.0 for t in choice.generated]
-    return sum(logprobs) / len(logprobs) if logprobs else 0.0
+    """Returns the score by which `best_of` selects choices, as in `engine.search.n_best`; 0 without new tokens."""
+    tokens = choice.generated
+    return Candidate([t.token for t in tokens], sum(t.logprob or 0.0 for t in tokens)).score() if tokens else 0.0
 
 
 async def _run_off_loop(tokens, function, *args):

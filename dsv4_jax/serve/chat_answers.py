@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse
 from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
 from dsv4_jax.serve.async_engine import Update
-from dsv4_jax.serve.chat import CallBlocks, Chat, Converted
+from dsv4_jax.serve.call_blocks import CallBlocks
+from dsv4_jax.serve.chat import Chat, Converted
 from dsv4_jax.serve.choices import Choice
 from dsv4_jax.serve.constraints import compile_form
 from dsv4_jax.serve.errors import APIError

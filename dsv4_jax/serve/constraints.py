@@ -10,7 +10,7 @@ import deepseek_recipe as recipe
 from llguidance import regex_to_lark
 
 from dsv4_jax.engine.grammar import Grammar, json_fault, json_rule
-from dsv4_jax.serve.chat import CALL_TOKEN, V4_TAGS, CallTags
+from dsv4_jax.serve.call_blocks import CALL_TOKEN, V4_TAGS, CallTags
 
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
