@@ -368,7 +368,7 @@ def _add_step(gemm, operands, refs, warpgroup, n, place, step, acc):
         barriers.release(refs.stage_empty.at[stage])
     if gemm.layout.bits == 4:
         is_last = lax.rem(i, scale_steps) == scale_steps - 1
-        pl.when(is_last)(lambda: plgpu.barrier_arrive(refs.scales_empty.at[scales_slot]))
+        pl.when(is_last)(lambda: barriers.release(refs.scales_empty.at[scales_slot]))
     return acc
 
 

@@ -40,14 +40,26 @@ def wait_for_last(ring, count: jax.Array) -> None:
     pl.loop(jnp.maximum(count - ring.shape[0], 0), count)(lambda i: plgpu.barrier_wait(ring.at[turn(ring, i)]))
 
 
+@primitive
+def fence() -> None:
+    """Orders accesses to shared memory before later ones by the async proxy, that is, by bulk copies and `wgmma`.
+
+    The fence covers the accesses of this thread, and those of other threads that this thread has waited for.
+    """
+
+
+fence.mosaic(lambda: mlir.inline(lambda: mlir.ptx("fence.proxy.async.shared::cta;")))
+
+
 def release(barrier) -> None:
     """Tells the loading warpgroup that a slot of a ring was read and can be overwritten by a bulk copy.
 
-    Call it only after instructions have used all values that were loaded from the slot. On a GPU this means that the
-    loads have ended, so that no fence is needed between them and the copy.
+    Without the fence, loads from the slot can still be under way when the copy overwrites it: a compiler may move the
+    instructions that wait for their values behind the arrival.
     """
     if interpreting():
         plgpu.commit_smem()
+    fence()
     plgpu.barrier_arrive(barrier)
 
 

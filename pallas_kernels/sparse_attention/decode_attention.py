@@ -162,7 +162,7 @@ class DecodeBuffers:
         In a cluster, the call also makes the barrier expect `units` units from the other block. The stage is full when
         these units have arrived as well.
         """
-        kv_tiles.fence()
+        barriers.fence()
         if self.blocks == 1:
             plgpu.barrier_arrive(self.keys_full.at[stage])
         else:
@@ -176,7 +176,7 @@ class DecodeBuffers:
         transaction_barriers.wait(self.keys_full.at[stage], lax.div(tile - tiles.first, STAGES) & 1)
         # `wgmma` reads through the async proxy. Only a fence in this block makes the other block's writes visible to
         # this proxy.
-        kv_tiles.fence()
+        barriers.fence()
 
     def signal_keys_empty(self, stage):
         if self.blocks > 1:

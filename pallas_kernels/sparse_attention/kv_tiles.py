@@ -22,7 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, ROW_DIM
 from pallas_kernels.formats.layouts import RowLayout
@@ -349,19 +349,6 @@ def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
         llvm.store(value, bias)
         if send is not None:
             send(value)
-
-
-@primitive
-def fence() -> None:
-    """Makes writes to shared memory visible to the async proxy, through which `wgmma` reads.
-
-    The fence covers the writes of this thread, and the writes of other threads that this thread has waited for.
-    """
-
-
-@mlir.emits(fence)
-def _():
-    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
 def _dequantize(pools, row, layout):

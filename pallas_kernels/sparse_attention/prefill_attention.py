@@ -37,7 +37,7 @@ from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, w
 from pallas_kernels.runtime.lowering_cache import cached_trace
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 from pallas_kernels.runtime.roles import dispatch_warpgroups
-from pallas_kernels.sparse_attention import kv_tiles, online_softmax
+from pallas_kernels.sparse_attention import online_softmax
 from pallas_kernels.sparse_attention.dense_rows import CHUNK, DenseRows, TokenRows, WorkItems, start_unit
 from pallas_kernels.sparse_attention.inverse_rope import check_frequencies, inverse_rope, rope_angles
 from pallas_kernels.sparse_attention.kv_tiles import UNIT
@@ -207,7 +207,7 @@ def _copy_items(items, rows, buffers):
 
     def finish_chunk(tile, chunk, pending):
         copies.wait_copies(pending)
-        kv_tiles.fence()
+        barriers.fence()
         plgpu.barrier_arrive(buffers.keys_full.at[_chunk_stage(tile, chunk)])
 
     def copy_item(i, first_tile, tiles):
@@ -265,7 +265,7 @@ def _score_items(items, q_gmem, sinks_gmem, buffers):
             # after both roles have released keys of that earlier tile.
             wgmma.put_shared(buffers.weights_smem.at[stage], weights.astype(jnp.bfloat16))
             wgmma.put_shared(buffers.factors_smem.at[stage], rescale)
-            kv_tiles.fence()
+            barriers.fence()
             plgpu.barrier_arrive(buffers.weights_full.at[stage])
             return tuple(stats)
 

@@ -13,7 +13,7 @@ from dsv4_jax.quant import QuantizedWeight
 from pallas_kernels.experts.experts import ExpertsProblem, experts
 from pallas_kernels.matmul.quantized_weights import FP4
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
-from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.kernels import check_repeats, registers
 from tests.pallas_kernels.linear.test_quantized_linear import random_weight
 from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_layers
 
@@ -246,6 +246,13 @@ def test_layers_in_a_loop(implementation, kind):
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_on_gpu(tokens, kind):
     check("mosaic_gpu", tokens, 6, 64, 4096, 2048, kind, shared=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [512, 2048])
+@pytest.mark.parametrize("tokens", [1, 32, 512])
+def test_equal_calls_have_equal_bits_on_gpu(tokens, inner):
+    check_repeats(ops.experts, *operands(tokens, 6, 64, 4096, inner), limit=LIMIT)
 
 
 @pytest.mark.gpu

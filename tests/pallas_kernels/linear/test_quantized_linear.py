@@ -15,7 +15,7 @@ from dsv4_jax.ops import LinearSpec
 from dsv4_jax.quant import QuantizedWeight
 from dsv4_jax.quant.quantized_weight import BLOCKS
 from pallas_kernels.linear.quantized_linear import MAX_NORMED_TOKENS, MAX_TOKENS, Config, quantized_linear
-from tests.pallas_kernels.kernels import registers
+from tests.pallas_kernels.kernels import check_repeats, registers
 from tests.pallas_kernels.stacks import LAYERS, check_kernel, check_layers
 
 
@@ -282,6 +282,18 @@ def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth, kind)
     for tokens in (1, 8, 12, 20):
         for alone, together in zip(run(x[:tokens], weights), all_together, strict=True):
             chex.assert_trees_all_equal(alone, together[:tokens])
+
+
+# A stage of bfloat16 is multiplied without a loop.
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["FP8", "FP8_32"])
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_equal_calls_have_equal_bits_on_gpu(tokens, kind):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((tokens, 4096)), jnp.bfloat16)
+    plain = jnp.asarray(rng.standard_normal((1024, 4096)), jnp.bfloat16)
+    weights = random_weight(rng, 1536, 4096, kind=kind)[0], plain
+    check_repeats(ops.linear, x, weights, spec=LinearSpec((1536, 1024)))
 
 
 @pytest.mark.gpu
