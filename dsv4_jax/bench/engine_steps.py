@@ -130,6 +130,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
         "layers": len(layers),
         "layer_numbers": label,
         "token_budget": options.token_budget,
+        "expert_parallel": options.expert_parallel,
         "context": options.context,
         "skew": options.skew,
         "host_bytes": model.expert_memory.host_bytes if model.expert_memory else 0,
