@@ -44,7 +44,7 @@ def check(op, implementation, *args, **kwargs):
 
 
 def check_repeats(op, *args, count=300, **kwargs):
-    """Equal calls of a kernel return equal bits: what overwrites or reads shared memory too early does so now and then."""
+    """Equal calls of a kernel return equal bits; one that overwrites values before they are read fails now and then."""
     run = _jitted(op, implementation="mosaic_gpu", **kwargs)
     expected = jax.tree.leaves(run(*args))
 
