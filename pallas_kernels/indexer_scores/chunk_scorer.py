@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import CANDIDATE_KEYS, DIM, KEYS, PER_HALF, PER_THREAD, PER_WARP, WARP_KEYS
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
+from pallas_kernels.mgpu import barriers
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
@@ -75,9 +76,7 @@ class ChunkScorer:
 
     def run(self) -> None:
         """Scores the chunk's tiles for its tokens."""
-        # Makes sure that this warpgroup's reads of the preceding chunk's queries end before bulk copies overwrite them.
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.scratch.queries_empty)
+        barriers.release(self.scratch.queries_empty)  # the preceding chunk's
         pl.when(self.warpgroup == 0)(jax.named_scope("load_queries")(self._load_queries))
         candidates = [self._load_candidates(jnp.int32(i)) for i in range(STAGES + 1)]
         *copied_ids, next_ids = (self._load_block_ids(jnp.int32(i), candidates[i]) for i in range(STAGES))
