@@ -72,7 +72,7 @@ def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | f
     @mlir.emits(multiply, layout=layout, returns=lambda x, y: x)
     def _(x, y):
         xs = mlir.values(x)
-        ys = [mlir.f32(y)] * len(xs) if isinstance(y, float) else mlir.values(y)
+        ys = [mlir.Scalar(y)] * len(xs) if isinstance(y, float) else mlir.values(y)
         return [thread_ops.multiply(*pair) for pair in zip(xs, ys, strict=True)]
 
     return multiply

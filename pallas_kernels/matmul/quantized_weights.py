@@ -10,11 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mgpu import mlir
 from pallas_kernels.mgpu.bfloat16_words import e2m1_value
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 
 
 ROWS = 64  # number of rows of a tile
@@ -118,6 +116,6 @@ def interleave_halves(sums: jax.Array) -> jax.Array:
     return sums.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
 
 
-def power_pair(exponent: U32) -> U32:
+def power_pair(exponent: Scalar) -> Scalar:
     """Returns a word of two equal bfloat16: the power of two whose biased exponent is min(exponent, 254)."""
-    return U32(arith.minsi(exponent.value, mlir.i32(254))) * 0x00800080
+    return exponent.signed_minimum(254) * 0x00800080

@@ -22,7 +22,7 @@ from pallas_kernels.matmul import quantized_weights
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SEGMENT, SHIFT, WeightLayout, decode_scales, power_pair
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, fp8_pairs, multiply
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -96,7 +96,7 @@ def _emit_load_scales(scales_gmem, rows, first, step_segments=0):
     if step_segments:
         lane = lane + (lane // step_segments) * ((MULTIPLIERS - 1) * step_segments)
     block = first + (lane << 1)
-    word = U32(0)
+    word = Scalar(0)
     for byte, (row, i) in enumerate(itertools.product(rows, range(2))):
         index = row * blocks + (block + i).minimum(blocks - 1)
         pointer = mlir.at(mlir.global_pointer(scales_gmem), mlir.to_u64(index))
@@ -221,9 +221,9 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
                     for tile, b in enumerate(operands):
                         tile_sums = slice(4 * tile, 4 * tile + 4)
                         sums[tile_sums] = bfloat16_words.multiply_add(sums[tile_sums], a, b[k : k + 2], pure=True)
-            return map(U32, sums)
+            return sums
 
-        sums = thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
+        sums = thread_ops.loop(segments // together, add_segments, *mlir.values(acc))
         if not has_half:
             return sums
         # In the half segment at the end of the stage, each thread reads 8 bytes, and two threads share a scale.
@@ -260,7 +260,7 @@ def _weights_fp(layout, factors, segment, places, half=False):
             pairs = [e2m1_pairs(row[unit]) for row in rows]
         else:
             pairs = [e4m3_pairs(row[2 * unit]) + e4m3_pairs(row[2 * unit + 1]) for row in rows]
-        yield U32(unit), [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
+        yield unit, [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
 
 
 def _weights_bf16(late, segment, places, half=False):
@@ -316,7 +316,7 @@ def _factors_fp8(scales, thread, stage, stage_units, gated):
 
     A factor's products with the results of `e4m3_pairs` are the unpacked weights. `scales` is from `load_scales`.
     """
-    word = U32(mlir.scalar(scales))
+    word = mlir.scalar(scales)
 
     def factors(segment):
         # A scale belongs to 128 columns, two segments.
@@ -331,12 +331,12 @@ def _factors_fp8(scales, thread, stage, stage_units, gated):
 
 def _factors_fp8_32(step_segments, scales, thread, stage, stage_units, gated):
     """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 32 columns."""
-    word = U32(mlir.scalar(scales))
+    word = mlir.scalar(scales)
     # `block` and `half` are bit offsets in a lane's word of scales, see `load_scales`. Of the four threads that share a
     # row, two read the first block of a segment, and two the second block.
     block = ((thread & 3) >> 1) << 3
     # Without a gate, both rows of a thread are in the same half of the tile.
-    half = U32(0) if gated else (thread >> 6) << 4
+    half = 0 if gated else (thread >> 6) << 4
 
     def factors(segment):
         lane = _lane_of_segment(stage * (stage_units // 2) + segment, step_segments)
