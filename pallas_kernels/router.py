@@ -22,7 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
@@ -355,7 +355,7 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
             row = thread_ops.load_global(selection["token_ids"], token)
             row = row.signed_maximum(0).signed_minimum(rows - 1)
             expert = thread_ops.load_global(selection["table"], row * top_k + lane.minimum(top_k - 1))
-        score = thread_ops.load(thread_ops.shared(scores_smem) + (expert << 2)).as_float()
+        score = thread_ops.load(thread_ops.shared(scores_smem, expert)).as_float()
         inside = lane < top_k
         total = thread_ops.sum_lanes(inside.where(score, 0.0))
         share = score / (total + 1e-20)
@@ -385,11 +385,7 @@ def _top_k(values, lane, num_values, top_k):
     indices = [lane + start for start in range(0, num_values, WARP)]
     keys = []
     for index in indices:
-        # The keys are unsigned integers in the order of the floats: all bits of a negative float are flipped, and the
-        # sign bit of any other float.
-        value = thread_ops.load(values + (index << 2))
-        is_negative = Scalar(arith.shrsi(value, Scalar(31)))  # all bits are set, or none
-        keys.append(value ^ (is_negative | 0x80000000))
+        keys.append(thread_ops.ordered_key(thread_ops.load(values + (index << 2))))
     selected = Scalar(0)
     for i in range(top_k):
         top = thread_ops.warp_max(functools.reduce(Scalar.maximum, keys))

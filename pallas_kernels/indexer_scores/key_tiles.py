@@ -291,7 +291,7 @@ def _words(codes, scales, row, width):
 
 def _own_key():
     """Returns (index of this thread's first key in a tile, c), where 32c .. 32c + 31 are the thread's dims."""
-    thread = thread_ops.thread() % mlir.THREADS
+    thread = mlir.thread()
     return (thread >> 5) * WARP_KEYS + ((thread >> 2) & 7), thread & 3
 
 

@@ -56,7 +56,7 @@ def load_heads(ref, head: jax.Array) -> jax.Array:
 
 @mlir.emits(load_heads, returns=_TILE)
 def _emit_load_heads(ref, head):
-    part = head * LANES + thread_ops.thread() % mlir.THREADS  # index of the thread's quarter of a row, 32 dims
+    part = head * LANES + mlir.thread()  # index of the thread's quarter of a row, 32 dims
     pointer = mlir.element(ref, part, 2 * HELD)
     for i in range(HELD // 8):
         words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
@@ -298,7 +298,7 @@ def _emit_store_weights(ref, head, weights, scale):
 
 
 def _own_head(head):
-    return head + ((thread_ops.thread() % mlir.THREADS) >> 2)
+    return head + (mlir.thread() >> 2)
 
 
 @primitive

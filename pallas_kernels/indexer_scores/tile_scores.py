@@ -251,7 +251,7 @@ def _store(sums, largest, out, row, first, block, factor):
     block = (lane & 1).equals(0).where(first_half, *second_half) if second_half else first_half
     missing = block.is_below(0)
     total = missing.where(-np.inf, total)
-    warp_column = ((thread_ops.thread() % mlir.THREADS) >> 5) * WARP_KEYS + first
+    warp_column = (mlir.thread() >> 5) * WARP_KEYS + first
     with thread_ops.when(warp_column.is_below(out.type.shape[1]) & (lane & 2).equals(0)):
         key = (lane & 1) * 8 + (lane >> 2)
         offset = mlir.to_i64(row) * out.type.shape[1] + mlir.to_i64(warp_column + key)

@@ -37,11 +37,6 @@ _SIGN = 1 << 31
 _PER_THREAD = jax.ShapeDtypeStruct((128,), jnp.int32)
 
 
-def key_of(bits: Scalar) -> Scalar:
-    """Returns the key of a score; `bits` are the bits of the float32."""
-    return bits ^ ((0 - (bits >> 31)) | _SIGN)
-
-
 def _score_bits(key: Scalar) -> Scalar:
     return (key >= _SIGN).where(key ^ _SIGN, key ^ 0xFFFFFFFF)
 
@@ -328,7 +323,7 @@ class RadixSelect:
         fits = total <= plan.max_shared
 
         def store_key(bits, _, nth):
-            ops.store(keys + ((before + nth) << 2), key_of(bits))
+            ops.store(keys + ((before + nth) << 2), ops.ordered_key(bits))
 
         with ops.when(fits):
             self._each_candidate(kept, store_key)
@@ -356,7 +351,7 @@ class RadixSelect:
     def count_candidates(self, number: int, kept: CandidateList, low, width):
         """Counts this thread's candidates with keys low .. low + width - 1 by the digit with index `number`."""
         count_key = self._key_counter(number, low, width)
-        self._each_candidate(kept, lambda bits, *_: count_key(key_of(bits)))
+        self._each_candidate(kept, lambda bits, *_: count_key(ops.ordered_key(bits)))
 
     @_for_thread
     def count_shared_candidates(self, number: int, low, width):
@@ -530,7 +525,7 @@ class RadixSelect:
         first_bit = (ops.lane() & 7) << 2
 
         def mark_candidate(bits, number, _):
-            key = key_of(bits)
+            key = ops.ordered_key(bits)
             with ops.when(key >= low):
                 score_number = number + chunk * plan.values  # index of the score among all scores of the thread
                 # Each bitmap is `plan.marks` words long, and `ties` follows `above`.

@@ -73,7 +73,7 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
             return
         value = _emit_swiglu(gate, up, limit)
         if weights_smem is not None:
-            weight = ops.load(ops.shared(weights_smem) + (input_index << 2))
+            weight = ops.load(ops.shared(weights_smem, input_index))
             value = value * weight.as_float()
         yield value
 
@@ -83,7 +83,7 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     for n in range(0, len(values), 4):
         for i in range(2):
             input_index = ((thread & 3) << 1) + (2 * n + i)
-            row = input_index if rows_smem is None else ops.load(ops.shared(rows_smem) + (input_index << 2))
+            row = input_index if rows_smem is None else ops.load(ops.shared(rows_smem, input_index))
             with ops.when(row < count):  # as unsigned numbers, which also skips row -1
                 offset = mlir.to_i64(row) * width + mlir.to_i64(channel + channel_in_tile)
                 place = mlir.at(mlir.global_pointer(out_gmem), offset, ir.BF16Type.get())

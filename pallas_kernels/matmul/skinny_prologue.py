@@ -58,7 +58,7 @@ def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
             code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
             factor = mlir.ptx(code, mean_square, results=mlir.f32_type())
             with thread_ops.when(lane.equals(0)):
-                thread_ops.store(thread_ops.shared(factors_smem) + (row << 2), factor.bits())
+                thread_ops.store(thread_ops.shared(factors_smem, row), factor.bits())
 
     thread_ops.loop(-(-tokens // warps), add_row)
 
@@ -145,7 +145,7 @@ def _emit_load_inputs(
         weight_gmem, factors_smem = norm or (None, None)
         pointer = mlir.at(mlir.element(weight_gmem, column), mlir.to_u64(eight << 5))
         weights = [word.as_float() for i in range(2) for word in _fetch(mlir.at(pointer, 16 * i))]
-        factor = thread_ops.load(thread_ops.shared(factors_smem) + (n << 2)).as_float()
+        factor = thread_ops.load(thread_ops.shared(factors_smem, n)).as_float()
         values = [w * (x * factor) for w, x in zip(weights, _unpack(four), strict=True)]
         return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
@@ -169,7 +169,7 @@ def _emit_load_inputs(
     def row_of(n):
         if isinstance(rows, int):
             return n
-        row = thread_ops.load(thread_ops.shared(rows) + (n << 2))
+        row = thread_ops.load(thread_ops.shared(rows, n))
         first_row = thread_ops.load(thread_ops.shared(rows))
         return row.is_below(0).where(first_row, row)
 

@@ -157,6 +157,16 @@ count_bits = partial(ptx, "popc.b32 $0, $1;")
 lowest_bit = partial(ptx, "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }")
 # Clears all bits except the highest set bit; returns 0 for 0.
 highest_bit = partial(ptx, "{ .reg .b32 r; clz.b32 r, $1; shr.u32 $0, 0x80000000, r; }")
+
+
+def ordered_key(bits: Scalar) -> Scalar:
+    """Returns an unsigned integer that rises with the float32 with these bits.
+
+    All bits of a negative float are flipped, and the sign bit of any other float.
+    """
+    return bits ^ ((0 - (bits >> 31)) | (1 << 31))
+
+
 # Each function returns a reduction over the lanes of a warp; every lane gets the result.
 warp_sum = partial(ptx, "redux.sync.add.u32 $0, $1, 0xffffffff;")
 warp_min = partial(ptx, "redux.sync.min.u32 $0, $1, 0xffffffff;")

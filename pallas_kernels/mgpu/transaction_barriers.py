@@ -93,7 +93,7 @@ def put(x: jax.Array, target, block: int, barrier) -> None:
     """
 
     def emit(x, target, barrier):
-        offset = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
+        offset = mlir.thread() * (4 * x.layout.vec_size)
         address = thread_ops.shared(target)
         barrier_address = thread_ops.shared(barrier)
         values = [mgpu.utils.bitcast(value, mlir.int_type()) for value in mlir.values(x)]
