@@ -197,6 +197,11 @@ def round_bfloat16(x: jax.Array) -> jax.Array:
     return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)
 
 
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns 2**(exponent - 127) as float32: the value of an E8M0 scale. `exponent` is int32, 1 to 254."""
+    return _float(exponent << 23)
+
+
 def _polynomial(x, coefficients, product):
     *lower, total = coefficients
     for c in reversed(lower):

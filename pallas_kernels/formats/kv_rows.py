@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.formats.exact_math import product_in
 from pallas_kernels.formats.layouts import GROUP as GROUP
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply, unpack
+from pallas_kernels.mgpu.bfloat16_words import decode_e2m1, e2m1_pairs, multiply, unpack
 from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
@@ -191,8 +191,7 @@ def _emit_regroup(x, groups):
 @primitive
 def e2m1_values(codes: jax.Array) -> jax.Array:
     """Returns the float32 values [n, groups, 2 * size] of pairs of E2M1 codes, [n, groups, size] uint8."""
-    pairs = codes.astype(jnp.int32)
-    return e2m1_value(jnp.stack([pairs & 15, pairs >> 4], axis=-1)).reshape(*codes.shape[:2], -1)
+    return decode_e2m1(codes)
 
 
 @mlir.emits(

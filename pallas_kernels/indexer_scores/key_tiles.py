@@ -31,9 +31,10 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.formats.exact_math import power_of_two
 from pallas_kernels.formats.layouts import KeyLayout, check_pools
 from pallas_kernels.mgpu import mlir, thread_ops
-from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply
+from pallas_kernels.mgpu.bfloat16_words import decode_e4m3, e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -314,10 +315,10 @@ def unpack_bfloat16(tile: tuple[jax.Array, jax.Array], *, scale: str) -> tuple[j
     """
     words, scales = tile
     if scale == "e8m0":
-        factor = lax.bitcast_convert_type(jnp.minimum(scales, MAX_E8M0) << 23, jnp.float32)
+        factor = power_of_two(jnp.minimum(scales, MAX_E8M0))
     else:
         bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
-        factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
+        factor = decode_e4m3(bits)
     factor = factor.reshape(KEYS, -1, 1) * 2.0 ** -SHIFTS[scale]
     keys = code_values(words).reshape(KEYS, -1, SCALE_BLOCKS[scale]) * factor
     keys = permute_dims(keys.reshape(KEYS, DIM).astype(jnp.bfloat16), jnp.bfloat16)
@@ -368,7 +369,7 @@ def unpack_e4m3(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
     below = largest - scales
-    factor = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, NEAR)) << 23, jnp.float32)
+    factor = power_of_two(127 + TOP - jnp.minimum(below, NEAR))
     values = (code_values(words) * factor[:, :, None]).reshape(KEYS, DIM)
     values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn).reshape(E4M3_KEYS.shape + (4,))
     is_far = jnp.any((below > NEAR).reshape(WARPS, 2, 8, 4), axis=1).reshape(-1)

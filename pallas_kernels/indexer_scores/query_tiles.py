@@ -14,7 +14,7 @@ from jax import lax
 from jaxlib.mlir.dialects import arith, llvm, math
 
 from pallas_kernels.formats import exact_math
-from pallas_kernels.formats.exact_math import product, round_bfloat16
+from pallas_kernels.formats.exact_math import power_of_two, product, round_bfloat16
 from pallas_kernels.formats.layouts import KeyLayout
 from pallas_kernels.formats.row_encoder import e2m1_codes, key_scales
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
@@ -218,7 +218,7 @@ def mxfp4_words(x: jax.Array, layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
     bits, _, factor = key_scales(jnp.max(jnp.abs(x), axis=2, keepdims=True), layout, VALUES)
     bits = bits.astype(jnp.int32)
     largest = jnp.broadcast_to(jnp.max(bits, axis=1, keepdims=True), bits.shape)
-    step = lax.bitcast_convert_type((127 + TOP - jnp.minimum(largest - bits, 30)) << 23, jnp.float32)
+    step = power_of_two(127 + TOP - jnp.minimum(largest - bits, 30))
     values = e2m1_value(e2m1_codes(x * factor)) * step
     values = (jnp.trunc(values * 2.0**9) * 2.0**-9).astype(jnp.float8_e4m3fn)
     words = lax.bitcast_convert_type(values.reshape(*_E4M3_WORDS.shape, 4), jnp.int32)
@@ -287,7 +287,7 @@ def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) ->
 
     `weights` is [32, 4] float32 from `load_weights`, and `scale` is [32, 4] int32, the E8M0 bits from `mxfp4_words`.
     """
-    ref[pl.ds(head, HEADS)] = (weights * lax.bitcast_convert_type(scale << 23, jnp.float32))[:, 0]
+    ref[pl.ds(head, HEADS)] = (weights * power_of_two(scale))[:, 0]
 
 
 @mlir.emits(store_weights, None, None, _HEAD_LAYOUT, _HEAD_LAYOUT)

@@ -5,14 +5,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import llvm, math, vector
 
+from pallas_kernels.formats.exact_math import power_of_two
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_HALF, PER_WARP, TOP, WARP_KEYS, transforms
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
-from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, halves, multiply
+from pallas_kernels.mgpu.bfloat16_words import decode_e4m3, e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
@@ -47,7 +47,7 @@ def score(
       factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
-        tile = lax.bitcast_convert_type(keys[0], jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
+        tile = decode_e4m3(keys[0]).reshape(KEYS, DIM)
         largest = keys[1]
     else:
         tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
@@ -102,7 +102,7 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
     """
     words, scales = tile
     largest = jnp.max(scales, axis=1, keepdims=True)
-    below = lax.bitcast_convert_type((127 - jnp.minimum(largest - scales, MAX_BELOW)) << 23, jnp.float32)
+    below = power_of_two(127 - jnp.minimum(largest - scales, MAX_BELOW))
     keys = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
     keys = key_tiles.permute_dims(keys, jnp.float8_e4m3fn)
     far = jnp.any((largest - scales > NEAR).reshape(KEYS // WARP_KEYS, -1), axis=1)
@@ -152,7 +152,7 @@ def _totals(tile, largest, queries, weights, token):
     q = queries[pl.ds(token * heads, heads)].astype(jnp.float32)
     dots = jnp.dot(tile, q.T, precision="highest")
     total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest")
-    return total if largest is None else total * lax.bitcast_convert_type(largest[:, 0] << 23, jnp.float32)
+    return total if largest is None else total * power_of_two(largest[:, 0])
 
 
 def _put(total, out, row, first, block, only=None):

@@ -99,6 +99,17 @@ def e2m1_value(code: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.int32) | ((code & 8) << 28), jnp.float32)
 
 
+def decode_e2m1(pairs: jax.Array) -> jax.Array:
+    """Returns the exact float32 values, [.., 2 * n], of pairs of E2M1 codes, [.., n] uint8, the lower 4 bits first."""
+    codes = pairs.astype(jnp.int32)
+    return e2m1_value(jnp.stack([codes & 15, codes >> 4], axis=-1)).reshape(*pairs.shape[:-1], -1)
+
+
+def decode_e4m3(codes: jax.Array) -> jax.Array:
+    """Returns the exact float32 values of E4M3 codes, uint8, or of four codes in each int32, on a new last axis."""
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
 def e2m1_pairs(word: Scalar) -> list[Scalar]:
     """Converts a word of eight E2M1 codes to four words of two bfloat16, which are 2**-126 times the values.
 

@@ -21,13 +21,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxlib.mlir.dialects import llvm, nvvm
 
+from pallas_kernels.formats.exact_math import power_of_two
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, ROW_DIM
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
-from pallas_kernels.mgpu.bfloat16_words import e2m1_value, multiply
+from pallas_kernels.mgpu.bfloat16_words import decode_e2m1, decode_e4m3, multiply
 from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_rules
@@ -374,13 +374,12 @@ def _dequantize(pools, row, layout):
     nope = take_rows(nope_pool)
     scale = take_rows(scale_pool)
     if layout.codes == "e2m1":
-        values = e2m1_value(jnp.stack([nope & 15, nope >> 4], axis=-1).reshape(UNIT, -1).astype(jnp.int32))
-        scale = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = decode_e2m1(nope)
+        scale = decode_e4m3(scale)
     else:
-        values = lax.bitcast_convert_type(nope, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = decode_e4m3(nope)
         if layout.scale_block is not None:
-            exponent = scale[:, : layout.nope_dim // layout.scale_block].astype(jnp.int32) << 23
-            scale = lax.bitcast_convert_type(exponent, jnp.float32)
+            scale = power_of_two(scale[:, : layout.nope_dim // layout.scale_block].astype(jnp.int32))
     values *= jnp.repeat(scale, layout.scale_block or layout.nope_dim, axis=1)
     parts = [values.astype(jnp.bfloat16)] + ([] if rope_pool is None else [take_rows(rope_pool)])
     return jnp.where((row >= 0)[:, None], jnp.concatenate(parts, axis=1), jnp.zeros((), jnp.bfloat16))
