@@ -89,12 +89,11 @@ def multiply_tile(
         values = lax.dynamic_slice_in_dim(values, first_column, columns, axis=1)
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
-    elif layout.has_small_blocks:
-        shift = (lax.iota(jnp.int32, ROWS) // HALF * 16)[:, None] + (lax.iota(jnp.int32, columns) // HALF * 8)[None, :]
-        values *= decode_scales((scale_at >> shift) & 255)
     elif layout.bits == 8:
-        shift = lax.iota(jnp.int32, ROWS) // HALF * (8 * gated)
-        values *= decode_scales(((scale_at >> shift) & 255)[:, None])
+        row_bits, column_bits = (16, 8) if layout.has_small_blocks else (8 * gated, 0)
+        shift = (lax.iota(jnp.int32, ROWS) // HALF * row_bits)[:, None]
+        shift = shift + (lax.iota(jnp.int32, columns) // HALF * column_bits)[None, :]
+        values *= decode_scales((scale_at >> shift) & 255)
     products = jnp.dot(values, inputs_smem[...].astype(jnp.float32).T, precision="highest")
     return acc + (quantized_weights.interleave_halves(products) if gated else products)
 
@@ -132,15 +131,13 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             # A step of a single chunk needs only two scales of a row, 2 bytes at an even address.
             kind = "u16" if chunks == 1 else "u32"
             row_scales = thread_ops.shared(table) + first_row * size + scale_at, row_distance * size, kind
-        elif layout.has_small_blocks:
-            # Here `scale_at` is no index but holds four scales: for each half of the warpgroup's rows two bytes, one
-            # per 32 columns. If gated, a thread has a row in each half. Otherwise both rows of a thread are in one
-            # half, whose bytes are shifted to the lower end of `word`.
-            word = scale_at if gated else scale_at >> ((thread >> 6) << 4)
-            row_scales = tuple([(word >> (16 * half + 8 * i)) & 255 for i in range(2)] for half in (0, int(gated)))
         else:
-            # If gated, the first byte of `scale_at` is for the gate's row, and the second byte for the up row.
-            row_scales = [scale_at & 255], [(scale_at >> (8 if gated else 0)) & 255]
+            # Here `scale_at` is no index but holds scales. If gated, a thread has a gate's row and an up row. Otherwise
+            # both rows of a thread have the same scales. With small blocks, these are the scales of one half of the
+            # warpgroup's rows, whose bytes are shifted to the lower end of `word`.
+            blocks = 1 + layout.has_small_blocks  # number of scales of a row
+            word = scale_at >> ((thread >> 6) << 4) if layout.has_small_blocks and not gated else scale_at
+            row_scales = [[(word >> (8 * (blocks * half + i))) & 255 for i in range(blocks)] for half in (0, gated)]
         unpack = unpacker(place, row_distance * row_bytes, row_scales)
         sums = mlir.values(acc)
         inputs_address = Scalar(llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs)))
