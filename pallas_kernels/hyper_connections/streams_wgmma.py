@@ -73,8 +73,6 @@ def launch(streams, fn, layer, added, new_type, interpret):
 
     # The second launch reads whole groups of four tokens. Sums past the last token are neither written nor used.
     padded = -(-tokens // WARPS) * WARPS
-    weights = (CHUNKS * STREAMS, columns, CHUNK)
-    operand = (warpgroups, STREAMS, TOKENS, CHUNK)
     launch = kernel(
         body,
         out_type=(new_type, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)),
@@ -82,8 +80,8 @@ def launch(streams, fn, layer, added, new_type, interpret):
         grid={"slice": slices, "group": groups},
         num_threads=warpgroups,
         scratch_types={
-            "operand_smem": plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
-            "weights_smem": plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),
+            "operand_smem": wgmma.operand(warpgroups, STREAMS, TOKENS, CHUNK),
+            "weights_smem": wgmma.operand(CHUNKS * STREAMS, columns, CHUNK),
             "weights_ready": plgpu.Barrier(num_arrivals=warpgroups),
         },
         interpret=interpret,

@@ -148,11 +148,6 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
     return parts.transpose(*range(lead), *(lead + i for i in order)).reshape(x.shape)
 
 
-def transforms(dtype) -> tuple:
-    """Returns the tiling and the 128-byte swizzle of queries of a dtype in shared memory."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
-
-
 @primitive
 def load_words(ref, index: jax.Array, layout) -> jax.Array:
     """Loads `ref.reshape(-1)[index]` from an int32 array in global memory; `index` is int32 in a register layout."""

@@ -10,10 +10,11 @@ from jaxlib.mlir.dialects import llvm, math, vector
 
 from pallas_kernels.formats.exact_math import power_of_two
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_HALF, PER_WARP, TOP, WARP_KEYS, transforms
+from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_HALF, PER_WARP, TOP, WARP_KEYS
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import decode_e4m3, e2m1_pairs, e4m3_pairs, halves, multiply
 from pallas_kernels.mgpu.mlir import Scalar
+from pallas_kernels.mgpu.wgmma import transforms
 from pallas_kernels.runtime.launch import primitive
 
 

@@ -36,7 +36,6 @@ from jax import lax
 from pallas_kernels.matmul import dequant_wgmma, epilogue
 from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SHIFT, WeightLayout
 from pallas_kernels.mgpu import barriers, wgmma
-from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 
@@ -223,7 +222,7 @@ class DequantGemm:
             codes_full=plgpu.Barrier(num_barriers=CODES_STAGES) if has_codes_ring else None,
             stage_empty=stage_empty(num_barriers=stages),
             stage_full=plgpu.Barrier(num_arrivals=1 if has_codes_ring else 2, num_barriers=stages),
-            inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
+            inputs_smem=wgmma.operand(stages, self.inputs, self.step_columns),
             scales_empty=empty_barrier(num_barriers=self.scales_stages) if has_scales else None,
             scales_full=plgpu.Barrier(num_barriers=self.scales_stages) if has_scales else None,
             scales_smem=plgpu.SMEM(self.scales_shape, jnp.uint8) if has_scales else None,

@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
@@ -21,8 +22,17 @@ from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
-# The tiling and the swizzle of bfloat16 operands in shared memory.
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+def transforms(dtype: DTypeLike) -> tuple[Any, ...]:
+    """Returns the tiling and the 128-byte swizzle of operands of a dtype in shared memory."""
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+
+
+TRANSFORMS = transforms(jnp.bfloat16)
+
+
+def operand(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """Returns the scratch type of an operand in shared memory, with the `transforms` of its dtype."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype))
 
 
 def layout(_: tuple[int, ...]):
