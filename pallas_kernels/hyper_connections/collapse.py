@@ -217,8 +217,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
                 ahead = load_tokens(i, turn + 1)
             elif p.groups > blocks:
                 ahead = load_tokens(i + 1, 0)
-            plgpu.barrier_arrive(scratch.norms_full)
-            plgpu.barrier_wait(scratch.norms_full)
+            barriers.meet(scratch.norms_full)
             for n, value in enumerate(values):
                 squares = [scratch.norms_smem[parity, n, j] for j in range(p.workers * WARPS)]
                 scale = lax.rsqrt(_pairwise_sum(squares) * (1 / p.width) + p.norm_eps)

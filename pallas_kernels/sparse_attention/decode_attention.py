@@ -274,8 +274,7 @@ def _put_result(warpgroup, result, buffers):
     """Writes a warpgroup's half of the result to shared memory, and waits until the other half is written as well."""
     buffers.queries_smem[0, :, _columns(warpgroup)] = result.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(buffers.result_full)
-    plgpu.barrier_wait(buffers.result_full)
+    barriers.meet(buffers.result_full)
 
 
 def _load_tiles(problem, addresses, tiles, buffers, other_block):
