@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.formats import kv_rows
 from pallas_kernels.formats.pool_operands import Paged, Rings
 from pallas_kernels.formats.row_encoder import scale_values
+from pallas_kernels.mgpu.bfloat16_words import decode_e4m3
 from pallas_kernels.runtime.checks import check_tokens
 from pallas_kernels.runtime.launch import kernel
 from pallas_kernels.runtime.lowering_cache import cached_trace
@@ -246,7 +247,7 @@ def _load_dense(pools_gmem, layout, row: jax.Array, valid: jax.Array) -> jax.Arr
     if layout.codes == "e2m1":
         values = kv_rows.e2m1_values(codes) * factor
     else:
-        values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * factor
+        values = decode_e4m3(codes) * factor
     if rope_gmem is None:
         kv = kv_rows.regroup(values.astype(jnp.bfloat16), kv_rows.GROUPS)
     else:

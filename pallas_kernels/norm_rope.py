@@ -348,4 +348,4 @@ def _emit_rotate(x, cos, sin, first):
         last_group = 4 * (register % (GROUPS // 4)) + 3
         if last_group >= first // GROUP:
             words = [bfloat16_words.rotate(*args) for args in zip(words, cosines[::2], sines[::2], strict=True)]
-        yield vector.bitcast(kind, mlir.pack(word.value for word in words))
+        yield vector.bitcast(kind, mlir.pack(words))

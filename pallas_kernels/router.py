@@ -22,11 +22,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.matmul.routing import GROUP_WORDS, counts_size, group_pairs, max_groups, scratch_words
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors
-from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
+from pallas_kernels.mgpu.mlir import THREADS, WARP, Scalar
 from pallas_kernels.runtime.checks import check_array, check_rules, check_tokens
 from pallas_kernels.runtime.launch import axis_indices, kernel, primitive
 from pallas_kernels.runtime.layer_operands import check_weight, layer_operand, weights_of_layer
@@ -209,7 +209,7 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
     x_addresses = [mlir.element(x_gmem, token * depth + column, 2) for token in clamped]
     inputs = [[words.load_pair(mlir.at(address, 2 * STEP * step)) for address in x_addresses] for step in steps]
     # The high, middle and low terms of the weights have separate sums, so their products do not wait for each other.
-    sums = [[[mlir.f32(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
+    sums = [[[Scalar(0.0)] * 4 for _ in range(words.PARTS)] for _ in range(halves)]
     for step_weights, step_inputs in zip(weights, inputs, strict=True):
         for i, term in enumerate(words.split(step_weights)):
             for half, half_sums in enumerate(sums):
@@ -217,7 +217,7 @@ def _emit_multiply_slice(part, group, tile, x_gmem, weight_gmem, out_gmem):
                 fragment = [upper[0], lower[0], upper[1], lower[1]]
                 half_sums[i] = words.multiply_add(half_sums[i], fragment, term)
     for half, half_sums in enumerate(sums):
-        totals = [arith.addf(arith.addf(low, middle), high) for high, middle, low in zip(*half_sums, strict=True)]
+        totals = [low + middle + high for high, middle, low in zip(*half_sums, strict=True)]
         for i in range(2):
             token = first_token + row + (16 * half + 8 * i)
             with thread_ops.when(token < tokens):
@@ -353,22 +353,22 @@ def _emit_select(experts_gmem, weights_gmem, token, scores_smem, biased_smem, se
         else:
             rows = selection["table"].type.shape[0]
             row = thread_ops.load_global(selection["token_ids"], token)
-            row = U32(arith.minsi(arith.maxsi(row.value, mlir.i32(0)), mlir.i32(rows - 1)))
+            row = row.signed_maximum(0).signed_minimum(rows - 1)
             expert = thread_ops.load_global(selection["table"], row * top_k + lane.minimum(top_k - 1))
-        score = thread_ops.as_float(thread_ops.load(thread_ops.shared(scores_smem) + (expert << 2)))
+        score = thread_ops.load(thread_ops.shared(scores_smem, expert)).as_float()
         inside = lane < top_k
-        total = thread_ops.sum_lanes(arith.select(inside.value, score, mlir.f32(0.0)))
-        share = arith.divf(score, arith.addf(total, mlir.f32(1e-20)))
+        total = thread_ops.sum_lanes(inside.where(score, 0.0))
+        share = score / (total + 1e-20)
         with thread_ops.when(inside):
             place = token * top_k + lane
-            weight = arith.mulf(share, mlir.f32(scaling_factor))
+            weight = share * scaling_factor
             if "slots" in selection:
                 is_padding = thread_ops.load_global(selection["slots"], token) >> 31  # the sign bit, 1 if negative
                 is_padding = is_padding.equals(1)
                 expert = is_padding.where(0xFFFFFFFF, expert)
-                weight = arith.select(is_padding.value, mlir.f32(0.0), weight)
+                weight = is_padding.where(0.0, weight)
             thread_ops.store_global(experts_gmem, place, expert)
-            thread_ops.store_global(weights_gmem, place, thread_ops.bits(weight))
+            thread_ops.store_global(weights_gmem, place, weight.bits())
 
 
 def _top_k(values, lane, num_values, top_k):
@@ -385,16 +385,12 @@ def _top_k(values, lane, num_values, top_k):
     indices = [lane + start for start in range(0, num_values, WARP)]
     keys = []
     for index in indices:
-        # The keys are unsigned integers in the order of the floats: all bits of a negative float are flipped, and the
-        # sign bit of any other float.
-        value = thread_ops.load(values + (index << 2))
-        is_negative = U32(arith.shrsi(value.value, mlir.i32(31)))  # all bits are set, or none
-        keys.append(value ^ (is_negative | 0x80000000))
-    selected = U32(0)
+        keys.append(thread_ops.ordered_key(thread_ops.load(values + (index << 2))))
+    selected = Scalar(0)
     for i in range(top_k):
-        top = thread_ops.warp_max(functools.reduce(U32.maximum, keys))
+        top = thread_ops.warp_max(functools.reduce(Scalar.maximum, keys))
         candidates = [key.equals(top).where(index, num_values - 1) for key, index in zip(keys, indices, strict=True)]
-        best = thread_ops.warp_min(functools.reduce(U32.minimum, candidates))
+        best = thread_ops.warp_min(functools.reduce(Scalar.minimum, candidates))
         selected = lane.equals(i).where(best, selected)
         keys = [index.equals(best).where(0, key) for key, index in zip(keys, indices, strict=True)]
     return selected

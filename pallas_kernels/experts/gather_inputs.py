@@ -94,5 +94,6 @@ def _by_lane(four):
 
 
 def _address(ref, row, width, eight):
-    offset = mlir.multiply_add(mlir.to_u64(row), 2 * width, mlir.to_u64(eight << 4))
+    row = mlir.to_u64(row)
+    offset = mlir.to_u64(eight << 4) + row * (2 * width)
     return mlir.at(mlir.global_pointer(ref), offset)

@@ -83,16 +83,16 @@ def load_weights(weights_gmem, groups_smem, weights_smem) -> None:
 
 @mlir.emits(load_weights)
 def _emit_load_weights(weights_gmem, groups_smem, weights_smem):
-    size = weights_smem.type.shape[0]
     last = weights_gmem.type.shape[0] - 1
-    thread = ops.thread() % mlir.THREADS
+    thread = mlir.thread()
     source = ops.shared(groups_smem)
     target = ops.shared(weights_smem)
+
+    def copy_weight(place):
+        word = (place >> 3) * GROUP_WORDS + (place & (GROUP_SIZE - 1)) + FIRST_PAIR
+        pair = ops.load(source + (word << 2)).minimum(last)
+        ops.store(target + (place << 2), ops.load_global(weights_gmem, pair))
+
     mgpu.utils.warpgroup_barrier()
-    for begin in range(0, size, mlir.THREADS):
-        place = thread + begin
-        with ops.when(place < size):
-            word = (place >> 3) * GROUP_WORDS + (place & (GROUP_SIZE - 1)) + FIRST_PAIR
-            pair = ops.load(source + (word << 2)).minimum(last)
-            ops.store(target + (place << 2), ops.load_global(weights_gmem, pair))
+    ops.for_each(weights_smem.type.shape[0], copy_weight, thread)
     mgpu.utils.warpgroup_barrier()

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.matmul.routing import rank_pairs
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import kernel, primitive
 
 
@@ -91,7 +91,7 @@ def _emit_sort_pairs(selected, order, count, tiles, number, size, scratch):
     sizes = ops.shared(scratch)
     sums = sizes + 4 * MAX_EXPERTS
 
-    def for_each_pair(visit: Callable[[U32, U32], None]):
+    def for_each_pair(visit: Callable[[Scalar, Scalar], None]):
         """Calls `visit(pair, expert)` for each of this thread's pairs that has an expert."""
 
         def visit_pairs(i):

@@ -10,11 +10,11 @@ All counters start at 0.
 """
 
 import functools
+import operator
 
 import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops
@@ -88,7 +88,7 @@ def _emit_add_up_terms(
     num_terms = ops.load_global(counts_gmem, 0) + 1  # every group and the shared expert write a term of each tile
 
     def address(ref, row, column):
-        offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(column))
+        offset = mlir.to_i64(row) * width + mlir.to_i64(column)
         return mlir.at(mlir.global_pointer(ref), offset, ir.BF16Type.get())
 
     def load(ref, row, column):
@@ -104,7 +104,7 @@ def _emit_add_up_terms(
         terms = [load(terms_gmem, pair, column) for pair in pairs]
         terms = [exists.where(term, 0) for exists, term in zip(has_expert, terms, strict=True)]
         values = map(words.unpack, [*terms, load(last_gmem, token, column)])
-        low, high = (functools.reduce(arith.addf, channel) for channel in zip(*values, strict=True))
+        low, high = (functools.reduce(operator.add, channel) for channel in zip(*values, strict=True))
         rounded = words.pack(low, high)
         mlir.ptx("st.global.u32 [$0], $1;", address(total_gmem, token, column), rounded)
 

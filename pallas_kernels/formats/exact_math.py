@@ -72,7 +72,7 @@ def product_in(layout: Callable[..., Any]) -> Callable[[jax.Array, jax.Array | f
     @mlir.emits(multiply, layout=layout, returns=lambda x, y: x)
     def _(x, y):
         xs = mlir.values(x)
-        ys = [mlir.f32(y)] * len(xs) if isinstance(y, float) else mlir.values(y)
+        ys = [mlir.Scalar(y)] * len(xs) if isinstance(y, float) else mlir.values(y)
         return [thread_ops.multiply(*pair) for pair in zip(xs, ys, strict=True)]
 
     return multiply
@@ -195,6 +195,11 @@ def round_bfloat16(x: jax.Array) -> jax.Array:
     """
     bits = _bits(x)
     return _float((bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns 2**(exponent - 127) as float32: the value of an E8M0 scale. `exponent` is int32, 1 to 254."""
+    return _float(exponent << 23)
 
 
 def _polynomial(x, coefficients, product):

@@ -23,8 +23,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.formats.exact_math import product_in
 from pallas_kernels.formats.layouts import GROUP as GROUP
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply, unpack
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.bfloat16_words import decode_e2m1, e2m1_pairs, multiply, unpack
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -128,8 +128,7 @@ def _emit_load_rows(ref, rows, shape, *, first_group=0):
         if len(shape) == 3:
             # A negative index of a group is large as an unsigned integer, so the minimum replaces it by the index of
             # the pool's last group.
-            group = arith.subi(group, mlir.index(first_group))
-            group = arith.minui(group, mlir.index(_width(ref) // shape[2] - 1))
+            group = (group - first_group).minimum(_width(ref) // shape[2] - 1)
         loaded = llvm.load(bits, _pointer(ref, shape, row, group, column), alignment=_bytes(bits))
         yield vector.bitcast(kind, loaded)
 
@@ -159,12 +158,11 @@ def store_rows(ref, rows: jax.Array, values: jax.Array, *, first_group: int = 0)
 @mlir.emits(store_rows, layout=_layout)
 def _emit_store_rows(ref, rows, values, *, first_group=0):
     for register, row, group, column in _positions(values.layout, values.shape, rows):
-        inside = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.index(0))
+        inside = row.is_at_least(0)
         if len(values.shape) == 3:
             # A negative index of a group is large as an unsigned integer, so one comparison finds all groups to skip.
-            group = arith.subi(group, mlir.index(first_group))
-            in_pool = arith.cmpi(arith.CmpIPredicate.ult, group, mlir.index(_width(ref) // values.shape[2]))
-            inside = arith.andi(inside, in_pool)
+            group = group - first_group
+            inside = inside & (group < _width(ref) // values.shape[2])
         with mgpu.utils.when(inside):
             bits = mlir.vector_type(values.layout.vector_length, _bits_type(ref))
             value = vector.bitcast(bits, values.registers[register])
@@ -193,8 +191,7 @@ def _emit_regroup(x, groups):
 @primitive
 def e2m1_values(codes: jax.Array) -> jax.Array:
     """Returns the float32 values [n, groups, 2 * size] of pairs of E2M1 codes, [n, groups, size] uint8."""
-    pairs = codes.astype(jnp.int32)
-    return e2m1_value(jnp.stack([pairs & 15, pairs >> 4], axis=-1)).reshape(*codes.shape[:2], -1)
+    return decode_e2m1(codes)
 
 
 @mlir.emits(
@@ -204,7 +201,7 @@ def e2m1_values(codes: jax.Array) -> jax.Array:
 )
 def _emit_e2m1_values(codes):
     for register in codes.registers.flat:
-        word = U32(mlir.scalar(vector.bitcast(mlir.vector_type(1, mlir.int_type()), register)))
+        word = mlir.scalar(vector.bitcast(mlir.vector_type(1, mlir.int_type()), register))
         # Pair i from `e2m1_pairs` consists of the values of codes i and i + 4, times 2**-126. The constant holds 2**126
         # in both halves, so the product is the pair of values. `pack` below puts the values in the order of the codes.
         pairs = [unpack(multiply(pair, (127 + 126) * 0x00800080)) for pair in e2m1_pairs(word)]
@@ -223,20 +220,21 @@ def _positions(layout, shape, rows):
       group in the row, and its column in the group. `group` and `column` are 0 if `shape` has no such axis. `group` is
       also 0 if each group is a row of the pool.
     """
-    numbers = [arith.index_cast(ir.IndexType.get(), mlir.scalar(row)) for row in rows.registers.flat]
+    numbers = [Scalar(arith.index_cast(ir.IndexType.get(), mlir.scalar(row))) for row in rows.registers.flat]
+    zero = Scalar(arith.constant(ir.IndexType.get(), 0))
     registers = np.ndindex(layout.registers_shape(shape))
     for register, position in zip(registers, layout.thread_idxs(shape), strict=True):
-        group, column = (*position[1:], mlir.index(0), mlir.index(0))[:2]
+        group, column = (*map(Scalar, position[1:]), zero, zero)[:2]
         if len(rows.shape) == 2:
-            yield register, numbers[register[0] * 2 + register[1]], mlir.index(0), column
+            yield register, numbers[register[0] * 2 + register[1]], zero, column
         else:
             yield register, numbers[register[0]], group, column
 
 
 def _pointer(ref, shape, row, group, column):
     """Returns the address in `ref` of the value at (row, group, column). `shape` is that of the array in registers."""
-    value = mlir.multiply_add(group, shape[2], column) if len(shape) == 3 else group
-    offset = mlir.multiply_add(row, _width(ref), value)
+    value = group * shape[2] + column if len(shape) == 3 else group
+    offset = row * _width(ref) + value
     return mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset), _bits_type(ref))
 
 

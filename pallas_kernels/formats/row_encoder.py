@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.formats import kv_rows
-from pallas_kernels.formats.exact_math import round_bfloat16
+from pallas_kernels.formats.exact_math import power_of_two, round_bfloat16
 from pallas_kernels.formats.layouts import GROUP, KeyLayout, RowLayout
 from pallas_kernels.mgpu import mlir, vectors
 from pallas_kernels.runtime.launch import primitive
@@ -36,7 +36,7 @@ def block_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
       `factor` is rounded to its code.
     """
     bits = _e8m0_ceil(jnp.maximum(amax, 1e-4) * jnp.float32(1 / E4M3_MAX))
-    return bits, _power_of_two(254 - bits)
+    return bits, power_of_two(254 - bits)
 
 
 def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -54,7 +54,7 @@ def entry_scale(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def scale_values(bits: jax.Array, layout: RowLayout) -> jax.Array:
     """Converts the bits of scales, uint8, to float32. Scales are E4M3 if the codes are E2M1, otherwise E8M0."""
-    return e4m3_value(bits) if layout.codes == "e2m1" else _power_of_two(bits.astype(jnp.int32))
+    return e4m3_value(bits) if layout.codes == "e2m1" else power_of_two(bits.astype(jnp.int32))
 
 
 def row_scale(amax: jax.Array, layout=None) -> tuple[jax.Array, jax.Array]:
@@ -207,7 +207,7 @@ def key_scales(amax: jax.Array, layout: KeyLayout, registers=None) -> tuple[jax.
     """
     if layout.scale == "e8m0":
         bits = _e8m0_ceil(jnp.maximum(amax, E2M1_MAX * 2.0**-126) * (1 / E2M1_MAX))
-        return bits.astype(jnp.uint8), _power_of_two(bits), _power_of_two(254 - bits)
+        return bits.astype(jnp.uint8), power_of_two(bits), power_of_two(254 - bits)
     stored = e4m3_codes(amax * (1 / (E2M1_MAX * layout.global_scale)))
     scale = e4m3_value(stored) * layout.global_scale
     inverse = divide_one(jnp.where(scale > 0, scale, 1.0), registers)
@@ -232,10 +232,6 @@ def _hadamard(x, dim, scratch):
 def _e8m0_ceil(x):
     """Returns the E8M0 bits of the smallest power of two that is not below x."""
     return (lax.bitcast_convert_type(x, jnp.int32) + 0x7FFFFF) >> 23
-
-
-def _power_of_two(bits):
-    return lax.bitcast_convert_type(bits << 23, jnp.float32)
 
 
 def e4m3_value(bits):

@@ -16,6 +16,7 @@ warpgroups of the two roles then do not wait for each other.
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -23,12 +24,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.hyper_connections.mixing import SQUARES, STREAMS, sinkhorn
 from pallas_kernels.mgpu import barriers, mlir, thread_ops, vectors
-from pallas_kernels.mgpu.mlir import THREADS, WARP
+from pallas_kernels.mgpu.mlir import THREADS, WARP, Scalar
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel, primitive
 from pallas_kernels.runtime.layer_operands import weights_of_layer
@@ -216,8 +217,7 @@ def _collapse_streams(p, groups, warpgroup, streams_gmem, pre_gmem, weight_gmem,
                 ahead = load_tokens(i, turn + 1)
             elif p.groups > blocks:
                 ahead = load_tokens(i + 1, 0)
-            plgpu.barrier_arrive(scratch.norms_full)
-            plgpu.barrier_wait(scratch.norms_full)
+            barriers.meet(scratch.norms_full)
             for n, value in enumerate(values):
                 squares = [scratch.norms_smem[parity, n, j] for j in range(p.workers * WARPS)]
                 scale = lax.rsqrt(_pairwise_sum(squares) * (1 / p.width) + p.norm_eps)
@@ -281,10 +281,10 @@ def _compute_weights(p, groups, partials_gmem, base_gmem, scale_gmem, mixing_gme
         barriers.wait_for_last(scratch.pre_empty, count)
 
 
-def _pairwise_sum(terms, add=jnp.add):
+def _pairwise_sum(terms):
     """Adds neighbouring terms, then neighbouring sums, until a single sum is left."""
     while len(terms) > 1:
-        terms = [*map(add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
+        terms = [*map(operator.add, terms[::2], terms[1::2]), *terms[len(terms) & ~1 :]]
     return terms[0]
 
 
@@ -313,35 +313,35 @@ def _emit_mixing_matrix(logits, iterations, eps):
     # Every lane computes the whole matrix, and keeps one entry at the end.
     indices = range(STREAMS)
 
-    def reduce_four(terms, combine=arith.addf):
+    def reduce_four(terms, combine=operator.add):
         return combine(combine(*terms[:2]), combine(*terms[2:]))
 
     def softmax(row):
-        top = reduce_four(row, arith.maximumf)
-        scaled = [arith.mulf(arith.subf(x, top), mlir.f32(math.log2(math.e))) for x in row]
+        top = reduce_four(row, Scalar.maximum)
+        scaled = [(x - top) * math.log2(math.e) for x in row]
         powers = [_approximate("ex2.approx.ftz.f32 $0, $1;", x) for x in scaled]
         factor = _approximate(_RECIPROCAL, reduce_four(powers))
-        return [thread_ops.fma(x, factor, mlir.f32(eps)) for x in powers]
+        return [thread_ops.fma(x, factor, Scalar(eps)) for x in powers]
 
     def normalize_rows(comb):
-        factors = [_approximate(_RECIPROCAL, arith.addf(reduce_four(row), mlir.f32(eps))) for row in comb]
-        return [[arith.mulf(x, factor) for x in row] for row, factor in zip(comb, factors, strict=True)]
+        factors = [_approximate(_RECIPROCAL, reduce_four(row) + eps) for row in comb]
+        return [[x * factor for x in row] for row, factor in zip(comb, factors, strict=True)]
 
     def normalize_columns(comb):
         return list(zip(*normalize_rows([*zip(*comb, strict=True)]), strict=True))
 
     def iterate(_, *entries):
-        entries = [thread_ops.as_float(x) for x in entries]
+        entries = [x.as_float() for x in entries]
         comb = normalize_columns(normalize_rows([entries[STREAMS * j : STREAMS * (j + 1)] for j in indices]))
-        return [thread_ops.bits(x) for row in comb for x in row]
+        return [x.bits() for row in comb for x in row]
 
     comb = [softmax([_emit_from_lane(logits, (2 + j) * STREAMS + k)[0] for k in indices]) for j in indices]
-    entries = [thread_ops.bits(x) for row in normalize_columns(comb) for x in row]
+    entries = [x.bits() for row in normalize_columns(comb) for x in row]
     own_entry = entries[0]
     lane = thread_ops.lane()
     for entry_lane, x in enumerate(thread_ops.loop(iterations - 1, iterate, *entries), 2 * STREAMS):
         own_entry = lane.equals(entry_lane).where(x, own_entry)
-    return [thread_ops.as_float(own_entry)]
+    return [own_entry.as_float()]
 
 
 @primitive
@@ -368,7 +368,7 @@ def from_lane(x: jax.Array, lane: int) -> jax.Array:
 @vectors.emits(from_lane, returns=lambda x, lane: x)
 def _emit_from_lane(x, lane):
     code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-    return [thread_ops.as_float(thread_ops.ptx(code, thread_ops.bits(mlir.scalar(x)), lane))]
+    return [thread_ops.ptx(code, mlir.scalar(x).bits(), lane).as_float()]
 
 
 @primitive
@@ -379,10 +379,10 @@ def warp_sums(x: jax.Array, target) -> None:
 
 @mlir.emits(warp_sums, plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=8))
 def _emit_warp_sums(x, target):
-    total = thread_ops.sum_lanes(_pairwise_sum(mlir.values(x), arith.addf))
+    total = thread_ops.sum_lanes(_pairwise_sum(mlir.values(x)))
     thread = mlir.thread()
     with thread_ops.when((thread & (WARP - 1)).equals(0)):
-        thread_ops.store(thread_ops.shared(target) + ((thread >> 5) << 2), thread_ops.bits(total))
+        thread_ops.store(thread_ops.shared(target) + ((thread >> 5) << 2), total.bits())
 
 
 @primitive

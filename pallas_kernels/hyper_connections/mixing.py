@@ -10,11 +10,10 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.mgpu.thread_ops import fma
 
 
@@ -91,7 +90,7 @@ def add_channels(refs: StreamRefs, index: jax.Array, channels: int) -> None:
     refs.partials[:, pl.ds(sums_start + SQUARES, 1)] = jnp.sum(values * values, axis=(1, 2))[:, None]
 
 
-def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
+def load_streams(streams, y, token: Scalar, channel: Scalar) -> list[list[Scalar]]:
     """Loads channels `channel` .. `channel + 7` of each stream of a token, and of y unless y is None.
 
     Returns four words of two bfloat16 for each stream, then for y.
@@ -102,7 +101,7 @@ def load_streams(streams, y, token: U32, channel: U32) -> list[list[U32]]:
     return fours if y is None else [*fours, words.load_four(mlir.element(y, token * width + channel, 2))]
 
 
-def store_streams(new, token: U32, channel: U32, fours: Sequence[Sequence[U32]]) -> None:
+def store_streams(new, token: Scalar, channel: Scalar, fours: Sequence[Sequence[Scalar]]) -> None:
     """Stores channels `channel` .. `channel + 7` of a token's new streams; `fours` has four words for each stream."""
     width = new.type.shape[2]
     pointer = mlir.element(new, token * (STREAMS * width) + channel, 2)
@@ -116,10 +115,10 @@ def load_factors(pointer) -> list[list[Any]]:
     Returns five lists of four MLIR float32: post[k], comb[0, k], .. comb[3, k].
     """
     fours = [words.load_four(mlir.at(pointer, 4 * STREAMS * (1 + j))) for j in range(1 + STREAMS)]
-    return [[thread_ops.as_float(x) for x in four] for four in fours]
+    return [[x.as_float() for x in four] for four in fours]
 
 
-def mix(streams_and_y: Sequence[Sequence[U32]], factors: Sequence[Sequence[Any]]) -> list[Sequence[U32]]:
+def mix(streams_and_y: Sequence[Sequence[Scalar]], factors: Sequence[Sequence[Any]]) -> list[Sequence[Scalar]]:
     """Computes the new streams from the old streams and y. Returns the words of each new stream.
 
     `streams_and_y` lists words of two bfloat16 of each old stream, then of y. `factors` comes from `load_factors`.
@@ -134,21 +133,21 @@ def _mix_word(streams_and_y, factors):
     for k in range(STREAMS):
         both = []
         for half in range(2):
-            value = arith.mulf(y[half], factors[0][k])
+            value = y[half] * factors[0][k]
             for j, stream in enumerate(streams):
                 value = fma(stream[half], factors[1 + j][k], value)
             both.append(value)
         yield words.pack(*both)
 
 
-def store_and_square(fours: Sequence[Sequence[U32]], addresses: Iterable[U32]):
+def store_and_square(fours: Sequence[Sequence[Scalar]], addresses: Iterable[Scalar]):
     """Stores four words of each stream at the stream's address in shared memory.
 
     Returns the sum of the squares of all these bfloat16 values, an MLIR float32.
     """
-    sums = [mlir.f32(0.0), mlir.f32(0.0)]
+    sums = [Scalar(0.0), Scalar(0.0)]
     for four, address in zip(fours, addresses, strict=True):
         thread_ops.store_vector(address, four)
         for word in four:
             sums = [fma(x, x, total) for x, total in zip(words.unpack(word), sums, strict=True)]
-    return arith.addf(*sums)
+    return sums[0] + sums[1]

@@ -20,7 +20,7 @@ from pallas_kernels.hyper_connections import mixing
 from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs
 from pallas_kernels.mgpu import bfloat16_words as words, mailbox, mlir, thread_ops
 from pallas_kernels.mgpu.mailbox import UNIT
-from pallas_kernels.mgpu.mlir import U32, WARP
+from pallas_kernels.mgpu.mlir import WARP, Scalar
 from pallas_kernels.mgpu.thread_ops import fma
 from pallas_kernels.runtime.launch import primitive
 
@@ -69,36 +69,36 @@ def _emit_update_slice(index, tile, refs, inbox_smem, total_smem=None):
     inbox = thread_ops.shared(inbox_smem)
     first_weight = mlir.element(refs.fn, warp * width + column)
     weights = [llvm.load(f32, mlir.at(first_weight, 4 * STREAMS * width * r)) for r in range(refs.fn.type.shape[0])]
-    loaded = [_load_streams(refs, U32(token), warp, column) for token in range(tokens)]
+    loaded = [_load_streams(refs, token, warp, column) for token in range(tokens)]
     if total_smem is not None:
         _sum_over_gpus(refs, total_smem, index, thread)
-    terms = [None if refs.y is None else _load_y(refs, total_smem, U32(token), lane, column) for token in range(tokens)]
+    terms = [None if refs.y is None else _load_y(refs, total_smem, token, lane, column) for token in range(tokens)]
     for token, ((values, factors), term) in enumerate(zip(loaded, terms, strict=True)):
         value = values[0]
         if term is not None:
-            value = arith.mulf(term, factors[0])
+            value = term * factors[0]
             for x, factor in zip(values, factors[1:], strict=True):
                 value = fma(x, factor, value)
             rounded = arith.truncf(ir.BF16Type.get(), value)
-            place = U32(token) * (STREAMS * width) + warp * width + column
+            place = token * (STREAMS * width) + warp * width + column
             llvm.store(rounded, mlir.element(refs.new, place), alignment=2)
-            value = arith.extf(f32, rounded)
-        products = [arith.mulf(value, weight) for weight in weights]
-        products += [None] * (SQUARES - len(products)) + [arith.mulf(value, value)]
-        number = ((U32(token) * STREAMS + warp) << 5) + lane  # index of the sum in the inbox
+            value = Scalar(arith.extf(f32, rounded))
+        products = [value * weight for weight in weights]
+        products += [None] * (SQUARES - len(products)) + [value * value]
+        number = ((token * STREAMS + warp) << 5) + lane  # index of the sum in the inbox
         thread_ops.store(inbox + (number << 2), thread_ops.lane_sums(products))
     mgpu.utils.warpgroup_barrier()
     with thread_ops.when(warp < tokens):
         # Warp w adds up the partial sums of token w's four streams.
         numbers = (((warp * STREAMS + j) << 5) + lane for j in range(STREAMS))
         sums = [thread_ops.load(inbox + (number << 2)) for number in numbers]
-        low, high = (arith.addf(*map(thread_ops.as_float, pair)) for pair in (sums[:2], sums[2:]))
+        low, high = (x.as_float() + y.as_float() for x, y in (sums[:2], sums[2:]))
         place = (warp * (width // CHANNELS) + index) * SUMS + lane
-        llvm.store(arith.addf(low, high), mlir.element(refs.partials, place), alignment=4)
+        llvm.store(low + high, mlir.element(refs.partials, place), alignment=4)
 
 
 def _load_bfloat16(pointer):
-    return arith.extf(mlir.f32_type(), llvm.load(ir.BF16Type.get(), pointer))
+    return Scalar(arith.extf(mlir.f32_type(), llvm.load(ir.BF16Type.get(), pointer)))
 
 
 def _load_streams(refs, token, warp, column):
@@ -138,4 +138,4 @@ def _load_y(refs, total_smem, token, lane, column):
         return _load_bfloat16(mlir.element(refs.y, token * refs.y.type.shape[1] + column))
     # A word holds two channels, this lane's and the adjacent lane's.
     word = thread_ops.load(thread_ops.shared(total_smem) + (((token * CHANNELS + lane) >> 1) << 2))
-    return thread_ops.as_float((lane & 1).equals(0).where(word << 16, word & 0xFFFF0000))
+    return (lane & 1).equals(0).where(word << 16, word & 0xFFFF0000).as_float()

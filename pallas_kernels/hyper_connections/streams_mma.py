@@ -16,12 +16,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.hyper_connections import mixing
 from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
+from pallas_kernels.mgpu.mlir import THREADS, WARP, Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -87,7 +87,7 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     if refs.y is not None:
         loaded = mixing.mix(loaded, factors)
         mixing.store_streams(refs.new, token, channel, loaded)
-    addresses = (_address(values, U32(k), row, eight) for k in range(STREAMS))
+    addresses = (_address(values, k, row, eight) for k in range(STREAMS))
     squares = thread_ops.sum_lanes(mixing.store_and_square(loaded[:STREAMS], addresses), 4)
     with thread_ops.when(eight.equals(0)):
         llvm.store(squares, mlir.element(refs.partials, (token * slices + index) * SUMS + SQUARES, 4), alignment=4)
@@ -98,12 +98,12 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     num_products = HALVES * groups
     for (half, group), acc in _multiply(values, warp, weights, groups).items():
         number = (warp * num_products + half * groups + group) * WARP + lane  # index of this lane's four sums
-        thread_ops.store_vector(sums + (number << 4), [thread_ops.bits(x) for x in acc])
+        thread_ops.store_vector(sums + (number << 4), [x.bits() for x in acc])
     mgpu.utils.warpgroup_barrier()
 
     def store_sums(number):
         terms = [thread_ops.load_vector(sums + ((number + j * num_products * WARP) << 4)) for j in range(STREAMS)]
-        totals = [_sum_four(*map(thread_ops.as_float, four)) for four in zip(*terms, strict=True)]
+        totals = [_sum_four(*map(Scalar.as_float, four)) for four in zip(*terms, strict=True)]
         lane = number & 31
         product = number >> 5  # index of the product, ordered by half of the tile, then by group of rows
         token = first_token + (product // groups) * 16 + (lane >> 2)
@@ -156,7 +156,7 @@ def _multiply(values, warp, weights, groups):
                 pairs.append(thread_ops.ptx_words(2, "ld.shared.v2.b32 {$0, $1}, [$2];", address))
             operand = [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
             for group in range(groups):
-                acc = products.get((half, group), [mlir.f32(0.0)] * 4)
+                acc = products.get((half, group), [Scalar(0.0)] * 4)
                 for term in words.split(weights[group, step]):
                     acc = words.multiply_add(acc, operand, term)
                 products[half, group] = acc
@@ -172,4 +172,4 @@ def _address(values, stream, row, eight):
 
 
 def _sum_four(first, second, third, fourth):
-    return arith.addf(arith.addf(first, second), arith.addf(third, fourth))
+    return (first + second) + (third + fourth)

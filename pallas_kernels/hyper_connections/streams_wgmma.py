@@ -28,7 +28,7 @@ from pallas_kernels.hyper_connections.collapse import WARPS
 from pallas_kernels.hyper_connections.mixing import MIXING, SQUARES, STREAMS, SUMS, StreamRefs, mixed_streams
 from pallas_kernels.mgpu import barriers, bfloat16_words as words, mlir, thread_ops, vectors, wgmma
 from pallas_kernels.mgpu.bfloat16_words import PARTS
-from pallas_kernels.mgpu.mlir import THREADS, U32
+from pallas_kernels.mgpu.mlir import THREADS, Scalar
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import axis_indices, kernel, primitive
@@ -73,8 +73,6 @@ def launch(streams, fn, layer, added, new_type, interpret):
 
     # The second launch reads whole groups of four tokens. Sums past the last token are neither written nor used.
     padded = -(-tokens // WARPS) * WARPS
-    weights = (CHUNKS * STREAMS, columns, CHUNK)
-    operand = (warpgroups, STREAMS, TOKENS, CHUNK)
     launch = kernel(
         body,
         out_type=(new_type, jax.ShapeDtypeStruct((slices, padded, SUMS), jnp.float32)),
@@ -82,8 +80,8 @@ def launch(streams, fn, layer, added, new_type, interpret):
         grid={"slice": slices, "group": groups},
         num_threads=warpgroups,
         scratch_types={
-            "operand_smem": plgpu.SMEM(operand, jnp.bfloat16, transforms=TRANSFORMS),
-            "weights_smem": plgpu.SMEM(weights, jnp.bfloat16, transforms=TRANSFORMS),
+            "operand_smem": wgmma.operand(warpgroups, STREAMS, TOKENS, CHUNK),
+            "weights_smem": wgmma.operand(CHUNKS * STREAMS, columns, CHUNK),
             "weights_ready": plgpu.Barrier(num_arrivals=warpgroups),
         },
         interpret=interpret,
@@ -206,7 +204,7 @@ def load_rows(start: jax.Array, column: jax.Array, refs: StreamRefs) -> jax.Arra
 )
 def _emit_load_rows(start, column, refs):
     for i in range(AHEAD):
-        yield from _load(start + _row_of(U32(i)), column, refs)
+        yield from _load(start + _row_of(i), column, refs)
 
 
 @primitive
@@ -269,12 +267,12 @@ def _emit_mix_chunk(operand, ahead, here, following, refs):
             mixing.store_streams(refs.new, token, column + eight * 8, fours)
         addresses = (_swizzled(base, _row_of(i) + k * TOKENS, eight) for k in range(STREAMS))
         total = thread_ops.sum_lanes(mixing.store_and_square(fours, addresses), 8)
-        return [eight.equals(i).where(thread_ops.bits(total), squares), *rows_ahead, *loaded]
+        return [eight.equals(i).where(total.bits(), squares), *rows_ahead, *loaded]
 
-    squares, *rows = thread_ops.loop(ROWS, mix_row, U32(0), *map(U32, mlir.values(ahead)))
+    squares, *rows = thread_ops.loop(ROWS, mix_row, Scalar(0), *mlir.values(ahead))
     mlir.ptx("fence.proxy.async.shared::cta;")
     mgpu.utils.warpgroup_barrier()
-    return [thread_ops.as_float(squares)], rows
+    return [squares.as_float()], rows
 
 
 def _ahead_shape(refs):
@@ -355,10 +353,10 @@ def _emit_store_sums(partials, start, acc, squares):
     for i in range(share):
         total = arith.addf(arith.addf(registers[i + 2 * share], registers[i + share]), registers[i])
         row = first_row + (lane >> 2) + 8 * (i % 2)
-        llvm.store(total, place(row, U32(8 * (i // 2)) + ((lane & 3) << 1)), alignment=8)
+        llvm.store(total, place(row, ((lane & 3) << 1) + 8 * (i // 2)), alignment=8)
     with thread_ops.when((lane & 7) < ROWS):
         row = first_row + ((lane & 7) << 2) + (lane >> 3)
-        llvm.store(mlir.scalar(squares), place(row, U32(SQUARES)), alignment=4)
+        llvm.store(mlir.scalar(squares), place(row, SQUARES), alignment=4)
 
 
 def _swizzled(base, line, eight):

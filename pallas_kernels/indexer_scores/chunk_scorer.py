@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels.indexer_scores import key_tiles
 from pallas_kernels.indexer_scores.key_tiles import CANDIDATE_KEYS, DIM, KEYS, PER_HALF, PER_THREAD, PER_WARP, WARP_KEYS
 from pallas_kernels.indexer_scores.tile_scores import score, score_far
-from pallas_kernels.mgpu import barriers
+from pallas_kernels.mgpu import barriers, wgmma
 from pallas_kernels.mgpu.copies import commit_copies, wait_copies
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
@@ -41,11 +41,10 @@ class Scratch:
     def types(cls, warpgroups: int, chunk_tokens: int, heads: int, q_dtype: Any, scale_width: int) -> "Scratch":
         """Returns the types of shared memory and barriers to allocate."""
         tiles = warpgroups * STAGES
-        queries = (chunk_tokens * heads, DIM)
         return cls(
             queries_full=plgpu.Barrier(num_arrivals=2, num_barriers=chunk_tokens),
             queries_empty=plgpu.Barrier(num_arrivals=warpgroups),
-            queries_smem=plgpu.SMEM(queries, q_dtype, transforms=key_tiles.transforms(q_dtype)),
+            queries_smem=wgmma.operand(chunk_tokens * heads, DIM, dtype=q_dtype),
             weights_smem=plgpu.SMEM((chunk_tokens, heads), jnp.float32),
             tiles_smem=tuple(plgpu.SMEM((tiles, KEYS, width), jnp.uint8) for width in (DIM // 2, scale_width)),
         )

@@ -31,10 +31,10 @@ from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.formats.exact_math import power_of_two
 from pallas_kernels.formats.layouts import KeyLayout, check_pools
 from pallas_kernels.mgpu import mlir, thread_ops
-from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e2m1_value, multiply
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.bfloat16_words import decode_e4m3, e2m1_pairs, e2m1_value, multiply
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -148,11 +148,6 @@ def permute_dims[A: (jax.Array, np.ndarray)](x: A, dtype: Any) -> A:
     return parts.transpose(*range(lead), *(lead + i for i in order)).reshape(x.shape)
 
 
-def transforms(dtype) -> tuple:
-    """Returns the tiling and the 128-byte swizzle of queries of a dtype in shared memory."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
-
-
 @primitive
 def load_words(ref, index: jax.Array, layout) -> jax.Array:
     """Loads `ref.reshape(-1)[index]` from an int32 array in global memory; `index` is int32 in a register layout."""
@@ -202,7 +197,7 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
         number = len(operands)
         operands.append(mlir.at(mlir.shared_pointer(target), key * size + offset))
         for row in rows:
-            operands.append(mlir.at(mlir.global_pointer(source), mlir.multiply_add(row, size, mlir.to_i64(offset))))
+            operands.append(mlir.at(mlir.global_pointer(source), row * size + mlir.to_i64(offset)))
         per_copy = min(size, 16)
         copy = f"@p cp.async.{'cg' if per_copy == 16 else 'ca'}.shared.global"
         # In shared memory, the thread's second key is 8 rows after its first key. The same is true in global memory,
@@ -215,8 +210,8 @@ def _emit_start_tile(tiles_smem, stage, pools, rows, is_wanted):
     codes_smem, scales_smem = tiles_smem
     codes_gmem, scales_gmem = pools
     add_copies(codes_smem, codes_gmem, DIM // 2, dims * 16)
-    add_copies(scales_smem, scales_gmem, scales_gmem.type.shape[-1], U32(0))
-    is_wanted = arith.extui(mlir.int_type(), is_wanted.value)
+    add_copies(scales_smem, scales_gmem, scales_gmem.type.shape[-1], 0)
+    is_wanted = arith.extui(mlir.int_type(), is_wanted)
     mlir.ptx(f"{{ .reg .pred p; setp.ne.b32 p, ${len(operands)}, 0; {' '.join(code)} }}", *operands, is_wanted)
 
 
@@ -277,8 +272,8 @@ def _words(codes, scales, row, width):
     """
     groups = width // 4
     dims = _own_key()[1]
-    codes = mlir.at(codes, mlir.multiply_add(row, DIM // 2, mlir.to_i64(dims * 16)))
-    scales = mlir.at(scales, mlir.multiply_add(row, width, mlir.to_i64(dims * groups)))
+    codes = mlir.at(codes, row * (DIM // 2) + mlir.to_i64(dims * 16))
+    scales = mlir.at(scales, row * width + mlir.to_i64(dims * groups))
     quad = mlir.vector_type(4, mlir.int_type())
     bits = mlir.int_type(8 * groups)
     words = []
@@ -292,13 +287,13 @@ def _words(codes, scales, row, width):
 
 def _own_key():
     """Returns (index of this thread's first key in a tile, c), where 32c .. 32c + 31 are the thread's dims."""
-    thread = thread_ops.thread() % mlir.THREADS
+    thread = mlir.thread()
     return (thread >> 5) * WARP_KEYS + ((thread >> 2) & 7), thread & 3
 
 
 def _own_rows(rows):
     """Returns a list of the rows in the pools of this thread's two keys; if `rows` is [4], of the first key only."""
-    return [mlir.to_i64(U32(row) + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
+    return [mlir.to_i64(row + _own_key()[0] % WARP_KEYS) for row in mlir.values(rows)]
 
 
 @primitive
@@ -315,10 +310,10 @@ def unpack_bfloat16(tile: tuple[jax.Array, jax.Array], *, scale: str) -> tuple[j
     """
     words, scales = tile
     if scale == "e8m0":
-        factor = lax.bitcast_convert_type(jnp.minimum(scales, MAX_E8M0) << 23, jnp.float32)
+        factor = power_of_two(jnp.minimum(scales, MAX_E8M0))
     else:
         bits = (scales[:, :, None] >> (8 * lax.iota(jnp.int32, 2))[None, None, :]).astype(jnp.uint8)
-        factor = lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32)
+        factor = decode_e4m3(bits)
     factor = factor.reshape(KEYS, -1, 1) * 2.0 ** -SHIFTS[scale]
     keys = code_values(words).reshape(KEYS, -1, SCALE_BLOCKS[scale]) * factor
     keys = permute_dims(keys.reshape(KEYS, DIM).astype(jnp.bfloat16), jnp.bfloat16)
@@ -333,20 +328,20 @@ def _emit_unpack_bfloat16(tile, scale):
     for row, (quad, bits) in enumerate(zip(words.registers.flat, mlir.values(scales), strict=True)):
         # The factors include 2**126, because `e2m1_pairs` returns values times 2**-126.
         if scale == "e8m0":
-            factors = [(U32(bits).minimum(MAX_E8M0) + (126 - SHIFTS[scale])) * 0x00800080]
+            factors = [(bits.minimum(MAX_E8M0) + (126 - SHIFTS[scale])) * 0x00800080]
         else:
             # The bits of an E4M3 scale, shifted, are a bfloat16 of the scale times 2**-120. The first product removes
             # this factor, and the second the factor of `e2m1_pairs`.
-            exact = [multiply(((U32(bits) >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
+            exact = [multiply(((bits >> (8 * i)) & 0x7F) * 0x00100010, 0x7B807B80) for i in range(2)]
             factors = [multiply(x, (127 + 126 - SHIFTS[scale]) * 0x00800080) for x in exact]
         for i, word in enumerate(mlir.values(quad)):
-            for pair, value in enumerate(e2m1_pairs(U32(word))):
+            for pair, value in enumerate(e2m1_pairs(word)):
                 # `wgmma` multiplies the 128 dims in eight steps of 16, four for each half. The index below is the place
                 # of a register among all registers of its half.
                 step = 2 * i + pair // 2
                 column = pair % 2
                 product = multiply(value, factors[i // 2 % len(factors)])
-                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(product.value, pair_type)
+                halves[step // 4][4 * (step % 4) + 2 * column + row] = mgpu.utils.bitcast(product, pair_type)
     return halves
 
 
@@ -369,7 +364,7 @@ def unpack_e4m3(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.
     words, scales = tile
     largest = jnp.broadcast_to(jnp.max(scales, axis=1, keepdims=True), scales.shape)
     below = largest - scales
-    factor = lax.bitcast_convert_type((127 + TOP - jnp.minimum(below, NEAR)) << 23, jnp.float32)
+    factor = power_of_two(127 + TOP - jnp.minimum(below, NEAR))
     values = (code_values(words) * factor[:, :, None]).reshape(KEYS, DIM)
     values = permute_dims(values.astype(jnp.float8_e4m3fn), jnp.float8_e4m3fn).reshape(E4M3_KEYS.shape + (4,))
     is_far = jnp.any((below > NEAR).reshape(WARPS, 2, 8, 4), axis=1).reshape(-1)
@@ -380,9 +375,9 @@ def unpack_e4m3(tile: tuple[jax.Array, jax.Array], far: jax.Array) -> tuple[jax.
 def _emit_unpack_e4m3(tile, far):
     words, scales = map(mlir.values, tile)
     largest = largest_scales(scales)
-    below = [(top - U32(scale)).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
-    earlier_flags = U32(mlir.scalar(far)) << 1
-    is_far = (U32(NEAR) - below[0].maximum(below[1])) >> 31  # the sign bit of the difference
+    below = [(top - scale).minimum(NEAR + 1) for top, scale in zip(largest, scales, strict=True)]
+    earlier_flags = mlir.scalar(far) << 1
+    is_far = (NEAR - below[0].maximum(below[1])) >> 31  # the sign bit of the difference
     flags = earlier_flags | is_far
     return e4m3_keys(words, below), largest, [flags]
 
@@ -402,7 +397,7 @@ def _emit_any_set(words, bits):
     # After `bar.red`, the compiler does not know that the result is uniform in the warp. After the vote it does.
     code += "vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
     barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
-    return thread_ops.ptx(code, U32(mlir.scalar(words)) & bits, barrier) > 0
+    return thread_ops.ptx(code, mlir.scalar(words) & bits, barrier) > 0
 
 
 def code_values(words):
@@ -415,10 +410,9 @@ def largest_scales(scales):
 
     `scales` are two words: for each key, the scale byte of the thread's 32 dims.
     """
-    scale, other_scale = map(U32, scales)
-    both = scale | (other_scale << 16)
+    both = scales[0] | (scales[1] << 16)
     for distance in (1, 2):
-        exchanged = U32(mgpu.utils.shfl_bfly(both.value, distance))
+        exchanged = thread_ops.shuffle_xor(both, distance)
         both = thread_ops.pure("max.u16x2 $0, $1, $2;", both, exchanged)
     return both & 0xFFFF, both >> 16
 
@@ -434,12 +428,12 @@ def e4m3_keys(words, below):
         key's largest scale.
     """
     keys: list[Any] = [None] * (2 * len(words))
-    for number, word in enumerate(map(U32, words)):
+    for number, word in enumerate(words):
         row, i = divmod(number, len(words) // 2)
         # The constants are the E4M3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2**TOP. Subtracting 8 from a code
         # halves its value. The code of 0 stays as it is.
-        low = U32(0x6C686000) - below[row] * 0x08080800
-        high = U32(0x7C787470) - below[row] * 0x08080808
+        low = 0x6C686000 - below[row] * 0x08080800
+        high = 0x7C787470 - below[row] * 0x08080808
         sizes = word & 0x77777777
         # The highest bits of byte j of `shifted` and of `word` are the signs of codes 2 * j and 2 * j + 1.
         shifted = word << 4

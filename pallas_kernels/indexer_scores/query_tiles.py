@@ -11,17 +11,16 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm, math
 
 from pallas_kernels.formats import exact_math
-from pallas_kernels.formats.exact_math import product, round_bfloat16
+from pallas_kernels.formats.exact_math import power_of_two, product, round_bfloat16
 from pallas_kernels.formats.layouts import KeyLayout
 from pallas_kernels.formats.row_encoder import e2m1_codes, key_scales
 from pallas_kernels.indexer_scores.key_tiles import DIM, TOP, permute_dims
 from pallas_kernels.mgpu import mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_value, halves, multiply, pack, unpack
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -57,12 +56,12 @@ def load_heads(ref, head: jax.Array) -> jax.Array:
 
 @mlir.emits(load_heads, returns=_TILE)
 def _emit_load_heads(ref, head):
-    part = head * LANES + thread_ops.thread() % mlir.THREADS  # index of the thread's quarter of a row, 32 dims
+    part = head * LANES + mlir.thread()  # index of the thread's quarter of a row, 32 dims
     pointer = mlir.element(ref, part, 2 * HELD)
     for i in range(HELD // 8):
         words = llvm.load(mlir.vector_type(4, mlir.int_type()), mlir.at(pointer, 16 * i), alignment=16)
         for word in mlir.values(words):
-            yield from unpack(U32(word))
+            yield from unpack(word)
 
 
 @primitive
@@ -80,11 +79,11 @@ def spread_angles(x: jax.Array) -> jax.Array:
 
 @mlir.emits(spread_angles, plgpu.Layout.WG_STRIDED((ANGLES,), vec_size=2), returns=_PAIRS)
 def _emit_spread_angles(x):
-    pair = [thread_ops.bits(value) for value in mlir.values(x)]
+    pair = [value.bits() for value in mlir.values(x)]
     first_lane = (thread_ops.lane() & 3) * (HELD // 4)
     for i in range(HELD // 2):
         code = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-        yield thread_ops.as_float(thread_ops.ptx(code, pair[i % 2], first_lane + i // 2))
+        yield thread_ops.ptx(code, pair[i % 2], first_lane + i // 2).as_float()
 
 
 @primitive
@@ -112,11 +111,11 @@ def _emit_turn(x, cos, sin, first):
     channel = (thread_ops.lane() & 3) * HELD
     for i, (cosine, sine) in enumerate(zip(mlir.values(cos), mlir.values(sin), strict=True)):
         even, odd = x[2 * i : 2 * i + 2]
-        turned_even = arith.subf(times(even, cosine), times(odd, sine))
-        turned_odd = arith.addf(times(odd, cosine), times(even, sine))
+        turned_even = times(even, cosine) - times(odd, sine)
+        turned_odd = times(odd, cosine) + times(even, sine)
         is_rotated = channel + 2 * i >= first
         for new, old in zip(unpack(pack(turned_even, turned_odd)), (even, odd), strict=True):
-            yield arith.select(is_rotated.value, new, old)
+            yield is_rotated.where(new, old)
 
 
 @primitive
@@ -135,16 +134,16 @@ def _emit_hadamard(x):
             if not i & step:
                 low = x[i]
                 high = x[i + step]
-                x[i] = arith.addf(low, high)
-                x[i + step] = arith.subf(low, high)
+                x[i] = low + high
+                x[i + step] = low - high
         step *= 2
     for distance in (1, 2):
         # Computes value + other (lower lane) or other - value (upper lane) in one instruction. Though this is an FMA,
         # the sum is rounded as in the reference, because the product with the sign is exact.
-        upper = ((lane & distance) > 0).value
-        sign = arith.select(upper, mlir.f32(-1.0), mlir.f32(1.0))
-        x = [math.fma(value, sign, mgpu.utils.shfl_bfly(value, distance)) for value in x]
-    return [arith.mulf(value, mlir.f32(DIM**-0.5)) for value in x]
+        upper = (lane & distance) > 0
+        sign = upper.where(-1.0, 1.0)
+        x = [thread_ops.fma(value, sign, thread_ops.shuffle_xor(value, distance)) for value in x]
+    return [value * DIM**-0.5 for value in x]
 
 
 @primitive
@@ -173,14 +172,14 @@ def round_e2m1(x: jax.Array) -> jax.Array:
 @mlir.emits(round_e2m1, VALUES, returns=_TILE)
 def _emit_round_e2m1(x):
     def rounded(value):
-        bits = thread_ops.bits(value)
+        bits = value.bits()
         # Adjacent E2M1 values differ by `power / 2`, where `power` is the value's power of two, or 1 for a value below
         # 1. The addition and subtraction of `large`, 1.5 * 2**22 * power, round to a multiple of `power / 2`.
         power = (bits & 0x7F800000).maximum(0x3F800000)
-        large = thread_ops.as_float(power + ((22 << 23) | (1 << 22)))
-        whole = thread_ops.bits(arith.subf(arith.addf(value, large), large))
+        large = (power + ((22 << 23) | (1 << 22))).as_float()
+        whole = (value + large - large).bits()
         # Values that round to zero keep their sign.
-        return thread_ops.as_float(whole | (bits & 0x80000000))
+        return (whole | (bits & 0x80000000)).as_float()
 
     return map(rounded, mlir.values(x))
 
@@ -219,7 +218,7 @@ def mxfp4_words(x: jax.Array, layout: KeyLayout) -> tuple[jax.Array, jax.Array]:
     bits, _, factor = key_scales(jnp.max(jnp.abs(x), axis=2, keepdims=True), layout, VALUES)
     bits = bits.astype(jnp.int32)
     largest = jnp.broadcast_to(jnp.max(bits, axis=1, keepdims=True), bits.shape)
-    step = lax.bitcast_convert_type((127 + TOP - jnp.minimum(largest - bits, 30)) << 23, jnp.float32)
+    step = power_of_two(127 + TOP - jnp.minimum(largest - bits, 30))
     values = e2m1_value(e2m1_codes(x * factor)) * step
     values = (jnp.trunc(values * 2.0**9) * 2.0**-9).astype(jnp.float8_e4m3fn)
     words = lax.bitcast_convert_type(values.reshape(*_E4M3_WORDS.shape, 4), jnp.int32)
@@ -236,22 +235,22 @@ def _emit_mxfp4_words(x, layout):
     while len(largest) > 1:
         largest = [on_pairs("max.u16x2", *largest[i : i + 2]) for i in range(0, len(largest), 2)]
     amax = (largest[0] & 0xFFFF).maximum(largest[0] >> 16) << 16
-    amax = arith.maxnumf(thread_ops.as_float(amax), mlir.f32(6 * 2.0**-126))
-    scale = (thread_ops.bits(arith.mulf(amax, mlir.f32(1 / 6))) + 0x7FFFFF) >> 23  # the block's E8M0 scale, rounded up
+    amax = Scalar(arith.maxnumf(amax.as_float(), Scalar(6 * 2.0**-126)))
+    scale = ((amax * (1 / 6)).bits() + 0x7FFFFF) >> 23  # the block's E8M0 scale, rounded up
     largest_scale = scale
     for distance in (1, 2):
-        largest_scale = largest_scale.maximum(U32(mgpu.utils.shfl_bfly(largest_scale.value, distance)))
+        largest_scale = largest_scale.maximum(thread_ops.shuffle_xor(largest_scale, distance))
     # `factor` is 1 / the block's scale, and `step` is the block's scale / the head's largest scale. Each is a pair of
     # equal bfloat16, computed from the biased exponent.
-    factor_exponent = U32(254) - scale
-    step_exponent = U32(127) - (largest_scale - scale).minimum(30)
+    factor_exponent = 254 - scale
+    step_exponent = 127 - (largest_scale - scale).minimum(30)
     factor = (factor_exponent << 7) * 0x00010001
     step = (step_exponent << 7) * 0x00010001
     codes_of_pairs = []
     for word in words:
         value = multiply(word, factor)
         # Rounds as `_emit_round_e2m1` does, but in bfloat16, whose mantissa has 16 bits less.
-        power = on_pairs("max.u16x2", value & 0x7F807F80, U32(0x3F803F80))
+        power = on_pairs("max.u16x2", value & 0x7F807F80, 0x3F803F80)
         large = power + ((6 << 7) | (1 << 6)) * 0x00010001
         rounded = on_pairs("sub.rn.bf16x2", on_pairs("add.rn.bf16x2", value, large), large)
         # The bits of the bfloat16 value * 2**(TOP - 120), shifted by 4, are the exponent and mantissa of the E4M3
@@ -288,18 +287,18 @@ def store_weights(ref, head: jax.Array, weights: jax.Array, scale: jax.Array) ->
 
     `weights` is [32, 4] float32 from `load_weights`, and `scale` is [32, 4] int32, the E8M0 bits from `mxfp4_words`.
     """
-    ref[pl.ds(head, HEADS)] = (weights * lax.bitcast_convert_type(scale << 23, jnp.float32))[:, 0]
+    ref[pl.ds(head, HEADS)] = (weights * power_of_two(scale))[:, 0]
 
 
 @mlir.emits(store_weights, None, None, _HEAD_LAYOUT, _HEAD_LAYOUT)
 def _emit_store_weights(ref, head, weights, scale):
-    factor = thread_ops.as_float(U32(mlir.scalar(scale)) << 23)
+    factor = (mlir.scalar(scale) << 23).as_float()
     with thread_ops.when((thread_ops.lane() & (LANES - 1)).equals(0)):
-        llvm.store(arith.mulf(mlir.scalar(weights), factor), mlir.element(ref, _own_head(head)))
+        llvm.store(mlir.scalar(weights) * factor, mlir.element(ref, _own_head(head)))
 
 
 def _own_head(head):
-    return head + ((thread_ops.thread() % mlir.THREADS) >> 2)
+    return head + (mlir.thread() >> 2)
 
 
 @primitive
@@ -328,8 +327,9 @@ def _store_words_mosaic(ref, head, words):
 
     def emit(ref, head, words):
         lane = thread_ops.lane()
-        words = [U32(word) for word in mlir.values(words)]
-        offset = mlir.multiply_add(mlir.to_i64(_own_head(head)), size * DIM, mlir.to_i64((lane & 3) << 4))
+        words = mlir.values(words)
+        row = mlir.to_i64(_own_head(head))
+        offset = mlir.to_i64((lane & 3) << 4) + row * (size * DIM)
         pointer = mlir.at(mlir.global_pointer(ref), offset)
         for start in range(0, len(words), LANES):
             # In the order of `permute_dims`, 16 adjacent bytes are one word from each of a head's four lanes. The lanes
@@ -341,10 +341,10 @@ def _store_words_mosaic(ref, head, words):
                     if not i & distance:
                         low = four[i]
                         high = four[i + distance]
-                        exchanged = U32(mgpu.utils.shfl_bfly(upper.where(low, high).value, distance))
+                        exchanged = thread_ops.shuffle_xor(upper.where(low, high), distance)
                         four[i] = upper.where(exchanged, low)
                         four[i + distance] = upper.where(high, exchanged)
-            llvm.store(mlir.pack(word.value for word in four), mlir.at(pointer, 16 * start), alignment=16)
+            llvm.store(mlir.pack(four), mlir.at(pointer, 16 * start), alignment=16)
 
     mlir.inline(emit, ref, head, (words, layout))
 

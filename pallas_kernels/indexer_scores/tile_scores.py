@@ -5,15 +5,16 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir.dialects import arith, llvm, math, vector
+from jaxlib.mlir.dialects import llvm, math, vector
 
+from pallas_kernels.formats.exact_math import power_of_two
 from pallas_kernels.indexer_scores import key_tiles
-from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_HALF, PER_WARP, TOP, WARP_KEYS, transforms
+from pallas_kernels.indexer_scores.key_tiles import DIM, KEYS, NEAR, PER_HALF, PER_WARP, TOP, WARP_KEYS
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
-from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, halves, multiply
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.bfloat16_words import decode_e4m3, e2m1_pairs, e4m3_pairs, halves, multiply
+from pallas_kernels.mgpu.mlir import Scalar
+from pallas_kernels.mgpu.wgmma import transforms
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -47,7 +48,7 @@ def score(
       factor: positive factor of all scores.
     """
     if queries.dtype == jnp.float8_e4m3fn:
-        tile = lax.bitcast_convert_type(keys[0], jnp.float8_e4m3fn).astype(jnp.float32).reshape(KEYS, DIM)
+        tile = decode_e4m3(keys[0]).reshape(KEYS, DIM)
         largest = keys[1]
     else:
         tile = jnp.concatenate(keys, axis=1).astype(jnp.float32)
@@ -73,7 +74,7 @@ def _score_mosaic(keys, *, queries, weights, token, tokens, out, row, first, blo
         dots = _dots(registers, queries, token, heads, tokens, "e4m3" if fp8 else "bf16")
 
         def store_token(dots, token, row):
-            sums = _add_up(dots, weights, token * heads, [mlir.f32(0.0)] * 2)
+            sums = _add_up(dots, weights, token * heads, [Scalar(0.0)] * 2)
             _store(sums, largest, out, row, first, block, factor)
 
         per_token = len(dots) // tokens
@@ -102,7 +103,7 @@ def score_far(tile: tuple[jax.Array, jax.Array], *, queries, weights, tokens, ou
     """
     words, scales = tile
     largest = jnp.max(scales, axis=1, keepdims=True)
-    below = lax.bitcast_convert_type((127 - jnp.minimum(largest - scales, MAX_BELOW)) << 23, jnp.float32)
+    below = power_of_two(127 - jnp.minimum(largest - scales, MAX_BELOW))
     keys = (key_tiles.code_values(words) * below[:, :, None]).reshape(KEYS, DIM)
     keys = key_tiles.permute_dims(keys, jnp.float8_e4m3fn)
     far = jnp.any((largest - scales > NEAR).reshape(KEYS // WARP_KEYS, -1), axis=1)
@@ -124,7 +125,7 @@ _FAR_QUERIES = plgpu.RefType(transforms(jnp.float8_e4m3fn))
 def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, factor):
     words, scales = map(mlir.values, tile)
     largest = key_tiles.largest_scales(scales)
-    below = [(top - U32(x)).minimum(MAX_BELOW) for top, x in zip(largest, scales, strict=True)]
+    below = [(top - x).minimum(MAX_BELOW) for top, x in zip(largest, scales, strict=True)]
     code = "{ .reg .pred p; setp.gt.u32 p, $1, $2; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
     far = thread_ops.ptx(code, below[0].maximum(below[1]), NEAR)
 
@@ -135,8 +136,8 @@ def _emit_score_far(tile, *, queries, weights, tokens, out, row, first, block, f
     with thread_ops.when(far > 0):
         # A factor is the quotient of a scale and the key's largest scale, times 2**126, because `e2m1_pairs` returns
         # the codes' values times 2**-126.
-        factors = [(U32(127 + 126) - x) * 0x00800080 for x in below]
-        keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(U32(word))] for i, word in enumerate(words)]
+        factors = [(127 + 126 - x) * 0x00800080 for x in below]
+        keys = [[multiply(x, factors[i // 4]) for x in e2m1_pairs(word)] for i, word in enumerate(words)]
         thread_ops.loop(tokens, score_token)
 
 
@@ -152,7 +153,7 @@ def _totals(tile, largest, queries, weights, token):
     q = queries[pl.ds(token * heads, heads)].astype(jnp.float32)
     dots = jnp.dot(tile, q.T, precision="highest")
     total = jnp.dot(jnp.maximum(dots, 0.0), weights[token], precision="highest")
-    return total if largest is None else total * lax.bitcast_convert_type(largest[:, 0] << 23, jnp.float32)
+    return total if largest is None else total * power_of_two(largest[:, 0])
 
 
 def _put(total, out, row, first, block, only=None):
@@ -182,12 +183,12 @@ def _far_sums(keys, queries, weights, token):
     """
     heads = weights.type.shape[1]
     lane = thread_ops.lane()
-    zero = U32(mlir.f32(0.0))
+    zero = Scalar(0.0)
     head = lane >> 2
     first_query = thread_ops.shared(queries) + token * (heads * DIM) + head * DIM + ((lane & 3) << 2)
 
     def add_heads(i, *sums):
-        dots = [zero.value] * 4
+        dots = [zero] * 4
         for word in range(4):
             # The 128-byte swizzle of the queries XORs the index of a piece of 16 bytes of a head with the head's index
             # modulo 8.
@@ -199,12 +200,12 @@ def _far_sums(keys, queries, weights, token):
             for pair in (0, 2):
                 a = [keys[word + 4 * key][pair + j] for j in range(2) for key in range(2)]
                 dots = bfloat16_words.multiply_add(dots, a, q[pair : pair + 2])
-        return map(U32, _add_up(dots, weights, token * heads + i * 8, [x.value for x in sums]))
+        return _add_up(dots, weights, token * heads + i * 8, sums)
 
     # The instruction hides the number of iterations from the compiler, which then does not unroll the loop. So the
     # operands fit into registers.
-    count = thread_ops.ptx("mov.b32 $0, $1;", U32(heads // 8))
-    return [x.value for x in thread_ops.loop(count, add_heads, zero, zero)]
+    count = thread_ops.ptx("mov.b32 $0, $1;", heads // 8)
+    return thread_ops.loop(count, add_heads, zero, zero)
 
 
 def _add_up(dots, weights, head, sums):
@@ -231,7 +232,7 @@ def _add_up(dots, weights, head, sums):
                 x = dots[4 * i + 2 * half + j]
                 # 2 * relu(x) = x + |x|. Hopper computes additions at twice the rate of maxima.
                 weight = vector.extract(pair, [], [j])
-                sums[half] = math.fma(weight, arith.addf(x, math.absf(x)), sums[half])
+                sums[half] = thread_ops.fma(weight, x + math.absf(x), sums[half])
     return sums
 
 
@@ -242,19 +243,19 @@ def _store(sums, largest, out, row, first, block, factor):
     largest scale, by which its score is also multiplied. The other arguments are as in `score`.
     """
     lane = thread_ops.lane()
-    total = arith.mulf(_add_quads(sums, lane), mlir.f32(0.5 * factor))
+    total = _add_quads(sums, lane) * (0.5 * factor)
     if largest is not None:
-        even, odd = map(U32, largest)
+        even, odd = largest
         scale = (lane & 1).equals(1).where(odd, even) << 23
-        total = arith.mulf(total, thread_ops.as_float(scale))
-    first_half, *second_half = map(U32, mlir.values(block))
+        total = total * scale.as_float()
+    first_half, *second_half = mlir.values(block)
     block = (lane & 1).equals(0).where(first_half, *second_half) if second_half else first_half
     missing = block.is_below(0)
-    total = arith.select(missing.value, mlir.f32(-np.inf), total)
-    warp_column = ((thread_ops.thread() % mlir.THREADS) >> 5) * WARP_KEYS + first
+    total = missing.where(-np.inf, total)
+    warp_column = (mlir.thread() >> 5) * WARP_KEYS + first
     with thread_ops.when(warp_column.is_below(out.type.shape[1]) & (lane & 2).equals(0)):
         key = (lane & 1) * 8 + (lane >> 2)
-        offset = mlir.multiply_add(mlir.to_i64(row), out.type.shape[1], mlir.to_i64(warp_column + key))
+        offset = mlir.to_i64(row) * out.type.shape[1] + mlir.to_i64(warp_column + key)
         llvm.store(total, mlir.at(mlir.global_pointer(out), offset, mlir.f32_type()))
 
 
@@ -266,10 +267,10 @@ def _add_quads(sums, lane):
     """
     odd = (lane & 1) > 0
     first_key, second_key = sums
-    kept = arith.select(odd.value, second_key, first_key)
-    sent = arith.select(odd.value, first_key, second_key)
-    total = arith.addf(kept, mgpu.utils.shfl_bfly(sent, 1))
-    return arith.addf(total, mgpu.utils.shfl_bfly(total, 2))
+    kept = odd.where(second_key, first_key)
+    sent = odd.where(first_key, second_key)
+    total = kept + thread_ops.shuffle_xor(sent, 1)
+    return total + thread_ops.shuffle_xor(total, 2)
 
 
 def _dots(registers, queries, token, heads, tokens, kind):

@@ -23,11 +23,12 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.indexer_topk.radix_plan import BINS, MAX_BLOCKS, SHIFTS, STEP, VECTOR, CandidateList, RadixPlan
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import axis_indices
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
@@ -36,26 +37,42 @@ _SIGN = 1 << 31
 _PER_THREAD = jax.ShapeDtypeStruct((128,), jnp.int32)
 
 
-def key_of(bits: U32) -> U32:
-    """Returns the key of a score; `bits` are the bits of the float32."""
-    return bits ^ ((U32(0) - (bits >> 31)) | _SIGN)
-
-
-def _score_bits(key: U32) -> U32:
+def _score_bits(key: Scalar) -> Scalar:
     return (key >= _SIGN).where(key ^ _SIGN, key ^ 0xFFFFFFFF)
 
 
 def _for_thread(emit=None, *, returns: Any = None) -> Any:
     """Decorates a method that emits code for one thread, so that a call puts the code into the kernel.
 
-    `returns` is the type of the result, as `ops.inline` takes it, or a function of `self` that returns the type.
+    The code gets a memref for a reference, a `Scalar` for a scalar or for this thread's value of an array [128], and a
+    list of this thread's values for another array. A bool becomes 0 or 1.
+
+    Args:
+      emit: the method. It returns None, a `Scalar`, or a list of them.
+      returns: shape and dtype of the result, int32 [128] for a `Scalar`; None for no result. Or a function of `self`
+        that returns them. The order of a list's values in the result is unspecified. If the result is passed to another
+        of these methods, each thread gets its list back.
     """
     if emit is None:
         return functools.partial(_for_thread, returns=returns)
 
+    def unpacked(operand):
+        if not isinstance(operand, mgpu.FragmentedArray):
+            return operand
+        values = mlir.values(operand)
+        return values[0] if len(values) == 1 else values
+
     @functools.wraps(emit)
     def call(self, *args):
-        return ops.inline(emit, self, *args, returns=returns(self) if callable(returns) else returns)
+        emit_operands, operands = mlir.on_operands(emit, self, *args)
+
+        def run(*operands):
+            result = emit_operands(*map(unpacked, operands))
+            return [result] if isinstance(result, Scalar) else result
+
+        operands = (x.astype(jnp.int32) if x.dtype == bool else x for x in operands)
+        kind = returns(self) if callable(returns) else returns
+        return mlir.inline(run, *operands, layout=ops.vector_layout, returns=kind)
 
     return call
 
@@ -65,7 +82,7 @@ class RadixSelect:
     """The steps that select the entries of one row. Every warpgroup of the cluster calls each step.
 
     A method with the decorator `_for_thread` is code for one thread. In such a method, the object's fields and the
-    arguments are MLIR values, as `ops.inline` passes them.
+    arguments are values of this thread.
     """
 
     plan: RadixPlan = static_field()  # division of the row
@@ -160,14 +177,12 @@ class RadixSelect:
         for r in range(plan.values // VECTOR):
             index = begin + (r * STEP) + (ops.lane() << 2)
             values += mlir.ptx(code, self.row, base, index, limit, width, results=[mlir.f32_type()] * VECTOR)
-        zero = mlir.f32(0.0)
-        nothing = mlir.f32(float("-inf"))
-        values = [arith.addf(x, zero) for x in values]
+        values = [x + 0.0 for x in values]
 
         def mask_tail():
             entry = begin + (ops.lane() << 2)
             inside = [entry + ((i // VECTOR) * STEP + i % VECTOR) < limit for i in range(plan.values)]
-            return [arith.select(is_in.value, x, nothing) for is_in, x in zip(inside, values, strict=True)]
+            return [is_in.where(x, -jnp.inf) for is_in, x in zip(inside, values, strict=True)]
 
         return ops.replace_if((limit & (VECTOR - 1)) > 0, values, mask_tail)
 
@@ -190,7 +205,7 @@ class RadixSelect:
         for r in range(self.plan.values // VECTOR):
             with ops.when(begin + r * STEP < limit):
                 for x in scores[r * VECTOR : (r + 1) * VECTOR]:
-                    mlir.ptx(code, ops.bits(x), histogram)
+                    mlir.ptx(code, x.bits(), histogram)
 
     # --- candidates ---
 
@@ -204,20 +219,20 @@ class RadixSelect:
     @_for_thread(returns=_PER_THREAD)
     def _collect(self, scores, low, chunk):
         begin, limit = self._chunk_range(chunk)
-        lowest_score = ops.as_float(_score_bits(low))
+        lowest_score = _score_bits(low).as_float()
         slots = ops.shared(self.candidates, ops.thread())
         # If score $1 is at least $2, stores it in its slot and sets its bit in mask $0. $3 is the address of slot 0.
         template = "{{ .reg .pred p; setp.ge.f32 p, $1, $2; @p st.shared.f32 [$3+{}], $1; @p or.b32 $0, $0, {}; }}"
-        mask = U32(0)
+        mask = Scalar(0)
         for r in range(self.plan.values // VECTOR):
 
             def compare(r=r, mask=mask):
                 for i in range(r * VECTOR, (r + 1) * VECTOR):
                     code = template.format(4 * self.plan.threads * i, 1 << i)
                     mask = ops.ptx(code, scores[i], lowest_score, slots, in_out=[mask])
-                return [mask.value]
+                return [mask]
 
-            mask = U32(*ops.replace_if(begin + r * STEP < limit, [mask.value], compare))
+            (mask,) = ops.replace_if(begin + r * STEP < limit, [mask], compare)
         return mask
 
     @_for_thread(returns=_PER_THREAD)
@@ -239,7 +254,7 @@ class RadixSelect:
         plan = self.plan
         stride = 4 * self.plan.threads
         begin, limit = self._chunk_range(chunk)
-        lowest_score = ops.as_float(_score_bits(low))
+        lowest_score = _score_bits(low).as_float()
         slots = ops.shared(self.candidates, ops.thread())
         last_with_room = slots + (plan.slots - VECTOR) * stride
         # If score $1 is at least $2, stores it and its index $3 in slot $0, and moves $0 on to the next slot.
@@ -252,22 +267,22 @@ class RadixSelect:
             def compare(r=r, slot=slot):
                 for i in range(r * VECTOR, (r + 1) * VECTOR):
                     slot = ops.ptx(code, scores[i], lowest_score, chunk * plan.values + i, in_out=[slot])
-                return [slot.value]
+                return [slot]
 
             has_room = slot <= last_with_room
             with ops.when(slot > last_with_room):
                 ops.set_bits(self._word(plan.offsets.overflow), 1)
-            slot = U32(*ops.replace_if((begin + r * STEP < limit) & has_room, [slot.value], compare))
+            (slot,) = ops.replace_if((begin + r * STEP < limit) & has_room, [slot], compare)
         return (slot - slots) // stride
 
     def overflowed(self) -> jax.Array:
         """Returns whether some thread of the block had too few slots for its candidates. Synchronizes the block."""
-        ops.inline(ops.sync)
+        mlir.inline(ops.sync)
         return self.memory[self.plan.offsets.overflow] > 0
 
     def no_candidates(self) -> jax.Array:
         """Returns [128] int32 zeros, the argument `count` of the first `append`: no thread has listed a candidate."""
-        return ops.inline(lambda: U32(0), returns=_PER_THREAD)
+        return mlir.inline(lambda: [Scalar(0)], layout=ops.vector_layout, returns=_PER_THREAD)
 
     def _each_candidate(self, kept, visit):
         """Calls `visit(bits, number, nth)` for each candidate in this thread's list.
@@ -308,7 +323,7 @@ class RadixSelect:
         fits = total <= plan.max_shared
 
         def store_key(bits, _, nth):
-            ops.store(keys + ((before + nth) << 2), key_of(bits))
+            ops.store(keys + ((before + nth) << 2), ops.ordered_key(bits))
 
         with ops.when(fits):
             self._each_candidate(kept, store_key)
@@ -336,7 +351,7 @@ class RadixSelect:
     def count_candidates(self, number: int, kept: CandidateList, low, width):
         """Counts this thread's candidates with keys low .. low + width - 1 by the digit with index `number`."""
         count_key = self._key_counter(number, low, width)
-        self._each_candidate(kept, lambda bits, *_: count_key(key_of(bits)))
+        self._each_candidate(kept, lambda bits, *_: count_key(ops.ordered_key(bits)))
 
     @_for_thread
     def count_shared_candidates(self, number: int, low, width):
@@ -367,7 +382,7 @@ class RadixSelect:
             mark = (key - low < width).where(1, 1 << 16)  # a tie counts in the lower half of the word
             return [so_far + is_marked.where(mark, 0)]
 
-        block, (total,) = self._each_shared_candidate(add_mark, U32(0))
+        block, (total,) = self._each_shared_candidate(add_mark, Scalar(0))
         total = ops.warp_sum(total)
         with ops.when(ops.lane().equals(0) & (block < self.plan.blocks)):
             ops.add(self._word(block + self.plan.offsets.totals), total)
@@ -412,7 +427,7 @@ class RadixSelect:
         """
         plan = self.plan
         ops.sync()
-        source = U32(plan.counts(number))
+        source = Scalar(plan.counts(number))
         if plan.blocks > 1:
             with ops.when(shared.equals(0)):
                 self._add_up_counts(number)
@@ -443,9 +458,9 @@ class RadixSelect:
         """
         chunk_bins = 32 * VECTOR
         chunks = BINS // chunk_bins
-        above = U32(0)  # number of keys in the chunks searched so far
-        chunk = U32(chunks)  # index of the chunk with the key of this rank, or `chunks` if no chunk has it
-        before = U32(0)  # number of keys in the chunks before `chunk`, whose bins count larger digits
+        above = Scalar(0)  # number of keys in the chunks searched so far
+        chunk = Scalar(chunks)  # index of the chunk with the key of this rank, or `chunks` if no chunk has it
+        before = Scalar(0)  # number of keys in the chunks before `chunk`, whose bins count larger digits
         for i in range(chunks):  # chunk 0 counts the largest digits
             first_bin = lowest_digit = BINS - (i + 1) * chunk_bins
             if number == 0:  # converts a digit to its bin, as `_bin` does
@@ -502,7 +517,7 @@ class RadixSelect:
         Entries with keys low .. low + width - 1 are marked in `ties`, and entries with larger keys in `above`.
         """
         plan = self.plan
-        chunk = U32(0) if kept.chunk is None else kept.chunk
+        chunk = Scalar(0) if kept.chunk is None else kept.chunk
 
         # A warp loads 128 scores at a time, `VECTOR` = 4 for each lane. Four words of a bitmap have a bit for each of
         # them, and the scores of a lane have adjacent bits. So load number n begins at word 4 * n of the warp's words.
@@ -510,12 +525,12 @@ class RadixSelect:
         first_bit = (ops.lane() & 7) << 2
 
         def mark_candidate(bits, number, _):
-            key = key_of(bits)
+            key = ops.ordered_key(bits)
             with ops.when(key >= low):
                 score_number = number + chunk * plan.values  # index of the score among all scores of the thread
                 # Each bitmap is `plan.marks` words long, and `ties` follows `above`.
                 bitmap_offset = (key - low < width).where(plan.marks, 0)
-                mark = U32(1) << (first_bit + (score_number & (VECTOR - 1)))
+                mark = Scalar(1) << (first_bit + (score_number & (VECTOR - 1)))
                 load_word = score_number & -VECTOR  # 4 * n for load number n
                 ops.set_bits(self._word(first_word + bitmap_offset + load_word), mark)
 
@@ -566,7 +581,7 @@ class RadixSelect:
         words_per_thread = -(-plan.marks // plan.threads)
         words_per_warp = plan.chunks * plan.values
         marks = []
-        counts = U32(0)
+        counts = Scalar(0)
         for i in range(words_per_thread):
             number = ops.thread() * words_per_thread + i
             exists = number < plan.marks

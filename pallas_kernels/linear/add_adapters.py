@@ -18,7 +18,6 @@ from jax import lax
 
 from pallas_kernels.linear.spec import BFLOAT16_TOKENS, at_row
 from pallas_kernels.mgpu import wgmma
-from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import axis_indices, kernel
@@ -32,7 +31,6 @@ CHANNELS = 64  # smallest number of channels of a block
 # that 128 divides the number of channels of every group.
 MAX_BLOCKS = 3 * MULTIPROCESSORS
 RANKS = range(64, 257, 64)  # the depth, the number of adapters times their rank, is one of these numbers
-_FLOAT32_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 @cached_trace("rank")
@@ -97,15 +95,15 @@ def add_adapters(
         kernel_name="add_adapters",
         grid={"block": sum(y.shape[1] for y in outputs) // channels},
         scratch_types={
-            "inner_smem": plgpu.SMEM((MAX_TOKENS, depth), jnp.float32, transforms=_FLOAT32_TRANSFORMS),
+            "inner_smem": wgmma.operand(MAX_TOKENS, depth, dtype=jnp.float32),
             # `inner` times the scales; 0 outside of the token's adapter.
-            "masked_smem": plgpu.SMEM((MAX_TOKENS, depth), jnp.bfloat16, transforms=TRANSFORMS),
+            "masked_smem": wgmma.operand(MAX_TOKENS, depth),
             "numbers_smem": plgpu.SMEM((MAX_TOKENS,), jnp.int32),
             # `y`, then the result.
-            "out_smem": plgpu.SMEM((MAX_TOKENS, channels), jnp.bfloat16, transforms=TRANSFORMS),
+            "out_smem": wgmma.operand(MAX_TOKENS, channels),
             "ready": plgpu.Barrier(num_arrivals=5),
             "scales_smem": plgpu.SMEM((depth,), jnp.float32),
-            "up_smem": plgpu.SMEM((channels, depth), jnp.bfloat16, transforms=TRANSFORMS),
+            "up_smem": wgmma.operand(channels, depth),
         },
         interpret=interpret,
     )

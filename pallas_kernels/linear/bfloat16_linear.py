@@ -23,7 +23,6 @@ from pallas_kernels.linear.spec import BFLOAT16_TOKENS, LinearSpec, at_row, chec
 from pallas_kernels.linear.sum_exchange import SumExchange
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import barriers, wgmma
-from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS, SHARED_BYTES
 from pallas_kernels.runtime.launch import axis_indices, kernel
@@ -98,10 +97,10 @@ def bfloat16_linear(
         scratch_types={
             "inbox": inbox,
             "stages": Stages(
-                plgpu.SMEM((stages, tokens, STEP), jnp.bfloat16, transforms=TRANSFORMS),
+                wgmma.operand(stages, tokens, STEP),
                 plgpu.Barrier(num_barriers=stages),
                 plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                plgpu.SMEM((stages, ROWS, STEP), jnp.bfloat16, transforms=TRANSFORMS),
+                wgmma.operand(stages, ROWS, STEP),
             ),
         },
         interpret=interpret,

@@ -22,6 +22,7 @@ multiply the same inputs, and each block copies half of the inputs to both.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,9 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.matmul import dequant_wgmma, epilogue
-from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SCALE_BYTES, SHIFT, WeightLayout
+from pallas_kernels.matmul.quantized_weights import ROWS, SCALE_BYTES, SHIFT, WeightLayout
 from pallas_kernels.mgpu import barriers, wgmma
-from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import SHARED_BYTES
 
 
@@ -222,7 +222,7 @@ class DequantGemm:
             codes_full=plgpu.Barrier(num_barriers=CODES_STAGES) if has_codes_ring else None,
             stage_empty=stage_empty(num_barriers=stages),
             stage_full=plgpu.Barrier(num_arrivals=1 if has_codes_ring else 2, num_barriers=stages),
-            inputs_smem=plgpu.SMEM((stages, self.inputs, self.step_columns), jnp.bfloat16, transforms=TRANSFORMS),
+            inputs_smem=wgmma.operand(stages, self.inputs, self.step_columns),
             scales_empty=empty_barrier(num_barriers=self.scales_stages) if has_scales else None,
             scales_full=plgpu.Barrier(num_barriers=self.scales_stages) if has_scales else None,
             scales_smem=plgpu.SMEM(self.scales_shape, jnp.uint8) if has_scales else None,
@@ -378,24 +378,19 @@ def _fp8_scales(gemm, operands, tile, step, warpgroup):
     The order of the bytes is that of the argument `scale_at` of `dequant_wgmma.multiply_tile`.
     """
     block = gemm.layout.block
-    row = jnp.minimum(lax.div(tile.row, block), operands.scales_gmem.shape[1] - 1)
-    column = lax.div(step * gemm.step_bytes, block)
-    if gemm.layout.has_small_blocks:
-        return _fp8_32_scales(gemm, operands, tile, column, warpgroup)
-    scales = [operands.scales_gmem[tile.matrix + i, row, column].astype(jnp.int32) for i in range(gemm.matrices)]
-    return scales[0] | (scales[1] << 8) if gemm.gated else scales[0]
-
-
-def _fp8_32_scales(gemm, operands, tile, column, warpgroup):
-    """Returns the scales of `_fp8_scales` for blocks of 32 x 32 values. `column` is the index of the first block."""
     last_row = operands.scales_gmem.shape[1] - 1
-    first_half = lax.div(tile.row, HALF)
-    halves = [(tile.matrix, first_half + 2 * warpgroup), (tile.matrix, first_half + 2 * warpgroup + 1)]
-    if gemm.gated:
-        halves = [(tile.matrix + i, first_half + warpgroup) for i in range(2)]
+    row = lax.div(tile.row, block)
+    column = lax.div(step * gemm.step_bytes, block)
+    places = [(tile.matrix + i, row) for i in range(gemm.matrices)]
+    columns = [column]
+    if gemm.layout.has_small_blocks:
+        columns.append(column + 1)
+        if gemm.gated:
+            places = [(matrix, row + warpgroup) for matrix, row in places]
+        else:
+            places = [(tile.matrix, row + 2 * warpgroup + half) for half in range(2)]
     word = jnp.int32(0)
-    for half, (matrix, row) in enumerate(halves):
-        for block in range(2):
-            scale = operands.scales_gmem[matrix, jnp.minimum(row, last_row), column + block].astype(jnp.int32)
-            word |= scale << (16 * half + 8 * block)
+    for byte, ((matrix, row), column) in enumerate(itertools.product(places, columns)):
+        scale = operands.scales_gmem[matrix, jnp.minimum(row, last_row), column].astype(jnp.int32)
+        word |= scale << (8 * byte)
     return word

@@ -16,13 +16,13 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.matmul import quantized_weights
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SHIFT, WeightLayout, decode_scales, power_pair
 from pallas_kernels.mgpu import mlir, thread_ops, wgmma
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, multiply
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
 
@@ -89,12 +89,11 @@ def multiply_tile(
         values = lax.dynamic_slice_in_dim(values, first_column, columns, axis=1)
         exponents = lax.dynamic_slice_in_dim(own_rows(scales_smem[...]), scale_at, values.shape[1] // 32, axis=1)
         values = permute_columns(values * jnp.repeat(decode_scales(exponents.astype(jnp.int32)), 32, axis=1))
-    elif layout.has_small_blocks:
-        shift = (lax.iota(jnp.int32, ROWS) // HALF * 16)[:, None] + (lax.iota(jnp.int32, columns) // HALF * 8)[None, :]
-        values *= decode_scales((scale_at >> shift) & 255)
     elif layout.bits == 8:
-        shift = lax.iota(jnp.int32, ROWS) // HALF * (8 * gated)
-        values *= decode_scales(((scale_at >> shift) & 255)[:, None])
+        row_bits, column_bits = (16, 8) if layout.has_small_blocks else (8 * gated, 0)
+        shift = (lax.iota(jnp.int32, ROWS) // HALF * row_bits)[:, None]
+        shift = shift + (lax.iota(jnp.int32, columns) // HALF * column_bits)[None, :]
+        values *= decode_scales((scale_at >> shift) & 255)
     products = jnp.dot(values, inputs_smem[...].astype(jnp.float32).T, precision="highest")
     return acc + (quantized_weights.interleave_halves(products) if gated else products)
 
@@ -132,18 +131,16 @@ def _multiply_tile_mosaic(acc, codes_smem, scales_smem, scale_at, inputs_smem, w
             # A step of a single chunk needs only two scales of a row, 2 bytes at an even address.
             kind = "u16" if chunks == 1 else "u32"
             row_scales = thread_ops.shared(table) + first_row * size + scale_at, row_distance * size, kind
-        elif layout.has_small_blocks:
-            # Here `scale_at` is no index but holds four scales: for each half of the warpgroup's rows two bytes, one
-            # per 32 columns. If gated, a thread has a row in each half. Otherwise both rows of a thread are in one
-            # half, whose bytes are shifted to the lower end of `word`.
-            word = scale_at if gated else scale_at >> ((thread >> 6) << 4)
-            row_scales = tuple([(word >> (16 * half + 8 * i)) & 255 for i in range(2)] for half in (0, int(gated)))
         else:
-            # If gated, the first byte of `scale_at` is for the gate's row, and the second byte for the up row.
-            row_scales = [scale_at & 255], [(scale_at >> (8 if gated else 0)) & 255]
+            # Here `scale_at` is no index but holds scales. If gated, a thread has a gate's row and an up row. Otherwise
+            # both rows of a thread have the same scales. With small blocks, these are the scales of one half of the
+            # warpgroup's rows, whose bytes are shifted to the lower end of `word`.
+            blocks = 1 + layout.has_small_blocks  # number of scales of a row
+            word = scale_at >> ((thread >> 6) << 4) if layout.has_small_blocks and not gated else scale_at
+            row_scales = [[(word >> (8 * (blocks * half + i))) & 255 for i in range(blocks)] for half in (0, gated)]
         unpack = unpacker(place, row_distance * row_bytes, row_scales)
         sums = mlir.values(acc)
-        inputs_address = llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs))
+        inputs_address = Scalar(llvm.ptrtoint(mlir.int_type(64), mlir.shared_pointer(inputs)))
         for chunk in range(chunks):
             weights = [x for step in unpack(chunk) for x in step]
             sums = _multiply(sums, weights, inputs_address, chunk, chunks)
@@ -177,13 +174,13 @@ def _wait(values, pending):
     return mlir.ptx(code, results=[x.type for x in values], in_out=values)
 
 
-def _load(address: U32, offset: int, kind: str = "u32") -> U32:
+def _load(address: Scalar, offset: int, kind: str = "u32") -> Scalar:
     if kind == "u32":
         return thread_ops.ptx(f"ld.shared.u32 $0, [$1 + {offset}];", address)
     return thread_ops.ptx(f"{{ .reg .{kind} s; ld.shared.{kind} s, [$1 + {offset}]; cvt.u32.{kind} $0, s; }}", address)
 
 
-def _permute_bytes(x: U32, y: U32 | int, selector: int) -> U32:
+def _permute_bytes(x: Scalar, y: Scalar | int, selector: int) -> Scalar:
     return thread_ops.pure(f"prmt.b32 $0, $1, $2, {selector:#06x};", x, y)
 
 
@@ -269,12 +266,12 @@ def _multiply(sums, weights, inputs, chunk, chunks):
       The new sums, which are valid after `_wait`.
     """
     size = len(sums)
-    address = arith.addi(inputs, mlir.i64(chunk * 1024))
-    address = arith.shrui(arith.andi(address, mlir.i64(0x3FFFF)), mlir.i64(4))
+    address = inputs + chunk * 1024
+    address = (address & 0x3FFFF) >> 4
     # The matrix descriptor of the inputs. Its lowest bits are the address, in units of 16 bytes. Bits 32 and up are the
     # stride between groups of 8 rows, in the same units. Bits 62 and up select the 128-byte swizzle. Bits 16 and up are
     # a stride that is not used with this swizzle.
-    descriptor = arith.ori(address, mlir.i64((1 << 62) | ((chunks * 1024 >> 4) << 32) | (1 << 16)))
+    descriptor = address | ((1 << 62) | ((chunks * 1024 >> 4) << 32) | (1 << 16))
     registers = ", ".join(f"${i}" for i in range(size))
     lines = ["{ .reg .pred p; .reg .b64 d; setp.eq.b32 p, 0, 0; wgmma.fence.sync.aligned;"]
     for step in range(4):

@@ -22,7 +22,7 @@ from pallas_kernels.formats.exact_math import round_bfloat16
 from pallas_kernels.matmul.dequant_wgmma import permute_columns
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SHIFT
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops as ops, wgmma
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -69,12 +69,12 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     def finished(gate, up, input_index):
         """Yields the values to store for the two sums of an input: both products, or one value of SwiGLU."""
         if not gated:
-            yield from (arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in (gate, up))
+            yield from (x * 2.0**SHIFT for x in (gate, up))
             return
         value = _emit_swiglu(gate, up, limit)
         if weights_smem is not None:
-            weight = ops.load(ops.shared(weights_smem) + (input_index << 2))
-            value = arith.mulf(value, ops.as_float(weight))
+            weight = ops.load(ops.shared(weights_smem, input_index))
+            value = value * weight.as_float()
         yield value
 
     # A thread holds sums of weight rows r and r + 8 of its warp's 16: two products 8 channels apart, or with SwiGLU the
@@ -83,9 +83,9 @@ def _emit_store_few(out_gmem, sums, tile, *, limit=None, rows_smem=None, weights
     for n in range(0, len(values), 4):
         for i in range(2):
             input_index = ((thread & 3) << 1) + (2 * n + i)
-            row = input_index if rows_smem is None else ops.load(ops.shared(rows_smem) + (input_index << 2))
+            row = input_index if rows_smem is None else ops.load(ops.shared(rows_smem, input_index))
             with ops.when(row < count):  # as unsigned numbers, which also skips row -1
-                offset = mlir.multiply_add(mlir.to_i64(row), width, mlir.to_i64(channel + channel_in_tile))
+                offset = mlir.to_i64(row) * width + mlir.to_i64(channel + channel_in_tile)
                 place = mlir.at(mlir.global_pointer(out_gmem), offset, ir.BF16Type.get())
                 for i_channel, value in enumerate(finished(values[n + i], values[n + 2 + i], input_index)):
                     value = arith.truncf(ir.BF16Type.get(), value)
@@ -127,13 +127,13 @@ def store_many(
 def _emit_store_many(
     out_gmem, sums, place, staging_smem, *, limit=None, rows_gmem=None, weights_gmem=None, permuted=False
 ):
-    place = tuple(map(U32, place))
+    place = tuple(map(Scalar, place))
     values = mlir.values(sums)
     if limit is not None:
         put = functools.partial(_put_swiglu, values, limit, place[1:], weights_gmem, permuted)
         _store_lines(out_gmem, 2 * len(values), put, HALF, place, staging_smem)
         return
-    values = [arith.mulf(x, mlir.f32(2.0**SHIFT)) for x in values]
+    values = [x * 2.0**SHIFT for x in values]
     if isinstance(out_gmem.type.element_type, ir.F32Type):
         _store_float32(out_gmem, values, *place)
     else:
@@ -176,14 +176,14 @@ def _put_swiglu(sums, limit, inputs, weights, permuted, start, place):
             if weights is not None:
                 # Inputs past the end, which are not stored, read the weight of the last input.
                 weight = llvm.load(f32, _element(weights, (first_input + number).minimum(end - 1), f32))
-                value = arith.mulf(value, weight)
+                value = value * weight
             address = place + (number - start) * LINE_BYTES + position * 2
             code = "{ .reg .b16 s, t; mov.b32 {s, t}, $1; st.shared.b16 [$0], s; }"
             mlir.ptx(code, address, words.pack(value, value))
 
 
 def _store_lines(
-    out, inputs: int, put: Callable[[int, U32], None], width: int, place: tuple[U32, ...], staging, rows=None
+    out, inputs: int, put: Callable[[int, Scalar], None], width: int, place: tuple[Scalar, ...], staging, rows=None
 ):
     """Stores a line of `width` bfloat16 for each input, through shared memory.
 
@@ -241,13 +241,13 @@ def _element(ref, row, element, column=None):
 
     Args:
       ref: [rows] array, or [rows, width] if `column` is given; both sizes are at most 2**31.
-      row: U32, row index of the element.
+      row: Scalar, row index of the element.
       element: MLIR type of an element.
-      column: U32, column index of the element.
+      column: Scalar, column index of the element.
     """
     offset = mlir.to_u64(row)
     if column is not None:
-        offset = mlir.multiply_add(offset, ref.type.shape[1], mlir.to_u64(column))
+        offset = offset * ref.type.shape[1] + mlir.to_u64(column)
     return mlir.at(mlir.global_pointer(ref), offset, element)
 
 
@@ -268,14 +268,12 @@ def _finished(sums, limit):
 
 def _emit_swiglu(gate, up, limit):
     """Returns SwiGLU as an MLIR float32. `gate` and `up` are a thread's two sums, 2**-32 times the products."""
-    low = mlir.f32(-limit)
-    high = mlir.f32(limit)
     f32 = mlir.f32_type()
 
     def rounded(x):
-        return arith.extf(f32, arith.truncf(ir.BF16Type.get(), arith.mulf(x, mlir.f32(2.0**SHIFT))))
+        return Scalar(arith.extf(f32, arith.truncf(ir.BF16Type.get(), x * 2.0**SHIFT)))
 
-    gate = arith.minimumf(rounded(gate), high)
-    up = arith.minimumf(arith.maximumf(rounded(up), low), high)
-    silu = arith.divf(gate, arith.addf(mlir.f32(1.0), math.exp(arith.negf(gate))))
-    return arith.mulf(silu, up)
+    gate = rounded(gate).minimum(limit)
+    up = rounded(up).maximum(-limit).minimum(limit)
+    silu = gate / (Scalar(math.exp(arith.negf(gate))) + 1.0)
+    return silu * up

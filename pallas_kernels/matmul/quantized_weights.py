@@ -9,12 +9,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mgpu import mlir
-from pallas_kernels.mgpu.bfloat16_words import e2m1_value
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.formats.exact_math import power_of_two
+from pallas_kernels.mgpu.bfloat16_words import decode_e2m1, decode_e4m3
+from pallas_kernels.mgpu.mlir import Scalar
 
 
 ROWS = 64  # number of rows of a tile
@@ -97,9 +95,8 @@ def decode(codes: jax.Array, layout: WeightLayout) -> jax.Array:
     if layout.bits == 16:
         return codes.astype(jnp.float32)
     if layout.bits == 8:
-        return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    codes = codes.astype(jnp.int32)
-    return e2m1_value(jnp.stack([codes & 15, codes >> 4], axis=-1)).reshape(codes.shape[0], -1)
+        return decode_e4m3(codes)
+    return decode_e2m1(codes)
 
 
 def decode_scales(exponents: jax.Array) -> jax.Array:
@@ -107,7 +104,7 @@ def decode_scales(exponents: jax.Array) -> jax.Array:
 
     `exponents` are the int32 codes of the scales.
     """
-    return lax.bitcast_convert_type((exponents - SHIFT) << 23, jnp.float32)
+    return power_of_two(exponents - SHIFT)
 
 
 def interleave_halves(sums: jax.Array) -> jax.Array:
@@ -118,6 +115,6 @@ def interleave_halves(sums: jax.Array) -> jax.Array:
     return sums.reshape(2, 4, 8, -1).transpose(1, 0, 2, 3).reshape(ROWS, -1)
 
 
-def power_pair(exponent: U32) -> U32:
+def power_pair(exponent: Scalar) -> Scalar:
     """Returns a word of two equal bfloat16: the power of two whose biased exponent is min(exponent, 254)."""
-    return U32(arith.minsi(exponent.value, mlir.i32(254))) * 0x00800080
+    return exponent.signed_minimum(254) * 0x00800080

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.matmul.quantized_weights import ROWS
 from pallas_kernels.mgpu import mlir, thread_ops as ops
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -122,9 +122,9 @@ def _emit_group_pairs(selected_gmem, table_gmem, counts_gmem, experts, scratch_s
 class _Ids(NamedTuple):
     """The indices of a thread."""
 
-    thread: U32  # index of the thread in the block
-    lane: U32  # index of the thread in its warp
-    warp: U32  # index of the warp in the block
+    thread: Scalar  # index of the thread in the block
+    lane: Scalar  # index of the thread in its warp
+    warp: Scalar  # index of the warp in the block
 
 
 def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
@@ -149,7 +149,7 @@ def _rank_pair(ids, selected, own_sizes, turn, turns, pairs, experts):
     expert = ops.load_global(selected, pair.minimum(pairs - 1))
     inside = (pair < pairs) & (expert < experts)
     same = ops.ptx("match.any.sync.b32 $0, $1, 0xffffffff;", inside.where(expert, 0xFFFFFFFF))
-    below = ops.count_bits(same & ((U32(1) << ids.lane) - 1))
+    below = ops.count_bits(same & ((Scalar(1) << ids.lane) - 1))
     size_address = own_sizes + (expert.minimum(experts - 1) << 2)
     before = ops.load(size_address)
     mgpu.utils.warp_barrier()
@@ -175,7 +175,7 @@ def _fill_groups(ids, sizes, padded, i):
     """
     expert = ids.thread * (padded // mlir.THREADS) + i
     address = sizes + (expert << 2)
-    before = U32(0)
+    before = Scalar(0)
     for warp in range(_WARPS):
         size = ops.load(address + 4 * warp * padded)
         ops.store(address + 4 * warp * padded, before)
@@ -189,7 +189,7 @@ def _start_groups(ids, group_counts, first_groups, sums):
     `group_counts` lists the number of groups of each of these experts. `sums` is the address of scratch memory, a word
     for each warp. Returns the number of groups of all experts.
     """
-    total = U32(0)
+    total = Scalar(0)
     for count in group_counts:
         total = total + count
     up_to = ops.warp_prefix_sum(total)
@@ -197,7 +197,7 @@ def _start_groups(ids, group_counts, first_groups, sums):
         ops.store(sums + (ids.warp << 2), up_to)
     mgpu.utils.warpgroup_barrier()
     before = up_to - total
-    groups = U32(0)
+    groups = Scalar(0)
     for warp in range(_WARPS):
         warp_groups = ops.load(sums + 4 * warp)
         before = before + (ids.warp > warp).where(warp_groups, 0)

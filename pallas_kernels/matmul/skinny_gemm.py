@@ -494,7 +494,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
         if norm:
             _, factors_smem = norm
             skinny_prologue.store_factors(factors_smem, source_gmem, eps, warpgroup)
-        _meet(refs.inputs_ready)  # the factors are stored, and no warpgroup reads the previous inputs any more
+        barriers.meet(refs.inputs_ready)  # the factors are stored, and no warpgroup reads the previous inputs any more
         skinny_prologue.load_inputs(
             refs.inputs_smem,
             source_gmem,
@@ -507,7 +507,7 @@ def _multiply_tile(steps, refs, done, tile, scales):
             gemm.stage_columns(product),
             norm,
         )
-        _meet(refs.inputs_ready)  # the inputs are stored
+        barriers.meet(refs.inputs_ready)  # the inputs are stored
 
     product.load_inputs(tile, load)
     next_scales = _load_scales(steps, jnp.minimum(tile + 1, product.tiles - 1))
@@ -636,9 +636,3 @@ def _finish_tile(gemm, product, refs, done, tile):
     plgpu.barrier_arrive(refs.sums_empty.at[slot])
     # `finish` expects the sums times 2**-32. Sums of unpacked FP8 and FP4 weights have this factor already.
     product.finish(tile, total * 2.0**-SHIFT if product.layout.bits == 16 else total)
-
-
-def _meet(barrier):
-    """Synchronizes the multiplying warpgroups, and orders their accesses to shared memory."""
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)

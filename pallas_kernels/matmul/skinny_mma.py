@@ -22,7 +22,7 @@ from pallas_kernels.matmul import quantized_weights
 from pallas_kernels.matmul.quantized_weights import HALF, ROWS, SEGMENT, SHIFT, WeightLayout, decode_scales, power_pair
 from pallas_kernels.mgpu import bfloat16_words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import e2m1_pairs, e4m3_pairs, fp8_pairs, multiply
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -96,7 +96,7 @@ def _emit_load_scales(scales_gmem, rows, first, step_segments=0):
     if step_segments:
         lane = lane + (lane // step_segments) * ((MULTIPLIERS - 1) * step_segments)
     block = first + (lane << 1)
-    word = U32(0)
+    word = Scalar(0)
     for byte, (row, i) in enumerate(itertools.product(rows, range(2))):
         index = row * blocks + (block + i).minimum(blocks - 1)
         pointer = mlir.at(mlir.global_pointer(scales_gmem), mlir.to_u64(index))
@@ -183,11 +183,9 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
         else:
             first_row = thread_ops.shared(codes) + (inner << 4)
             factors = _factors_fp4 if layout.bits == 4 else _factors_fp8
-            if layout.has_small_blocks:
-                factors = functools.partial(_factors_fp8_32, stage_format.step_segments)
-            elif stage_format.row_scales:
-                factors = functools.partial(_factors_of_tile, stage_format.row_scales)
-            factors = factors(scales, thread, stage, stage_units, gated)
+            if stage_format.row_scales:
+                factors = _factors_of_tile
+            factors = factors(stage_format, scales, thread, stage, stage_units)
             weights = functools.partial(_weights_fp, layout, factors)
         # `rows` are the addresses of the bytes that this thread reads in its two rows. If gated, the two rows are row i
         # of the tile's first half and row i of its second half.
@@ -221,9 +219,9 @@ def _multiply_add_mosaic(acc, codes_smem, scales, inputs_smem, stage, stage_form
                     for tile, b in enumerate(operands):
                         tile_sums = slice(4 * tile, 4 * tile + 4)
                         sums[tile_sums] = bfloat16_words.multiply_add(sums[tile_sums], a, b[k : k + 2], pure=True)
-            return map(U32, sums)
+            return sums
 
-        sums = thread_ops.loop(segments // together, add_segments, *map(U32, mlir.values(acc)))
+        sums = thread_ops.loop(segments // together, add_segments, *mlir.values(acc))
         if not has_half:
             return sums
         # In the half segment at the end of the stage, each thread reads 8 bytes, and two threads share a scale.
@@ -260,7 +258,7 @@ def _weights_fp(layout, factors, segment, places, half=False):
             pairs = [e2m1_pairs(row[unit]) for row in rows]
         else:
             pairs = [e4m3_pairs(row[2 * unit]) + e4m3_pairs(row[2 * unit + 1]) for row in rows]
-        yield U32(unit), [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
+        yield unit, [[multiply(x, scale) for x in row] for row, scale in zip(pairs, scales, strict=True)]
 
 
 def _weights_bf16(late, segment, places, half=False):
@@ -271,12 +269,13 @@ def _weights_bf16(late, segment, places, half=False):
         yield segment_unit, [fp8_pairs(thread_ops.load_vector(place + (segment_unit << 4))) for place in places]
 
 
-def _factors_fp4(scales, thread, stage, stage_units, gated):
+def _factors_fp4(stage_format, scales, thread, stage, stage_units):
     """Returns a function that maps a segment's index in the stage to two factors, one for each row of the thread.
 
     A factor is a word of two equal bfloat16: the scale of the thread's columns times 2**(126 - 32). Its products with
     the results of `e2m1_pairs` are the unpacked weights. `stage_units` is the number of units of 32 columns of a stage.
     """
+    gated = stage_format.gated
     line = (thread % 32) >> 2
     inner = thread & 3
     row = (thread >> 5) * (8 if gated else 16) + line
@@ -291,12 +290,13 @@ def _factors_fp4(scales, thread, stage, stage_units, gated):
     return factors
 
 
-def _factors_of_tile(row_scales, scales, thread, stage, stage_units, gated):
+def _factors_of_tile(stage_format, scales, thread, stage, stage_units):
     """Returns a function like that of `_factors_fp4`, for FP4 with all scales of the 64 rows in shared memory.
 
     The function has a further argument, `half`: whether the segment is a half segment at the end of the stage.
     """
-    assert not gated
+    assert not stage_format.gated
+    row_scales = stage_format.row_scales
     line = (thread % 32) >> 2
     row = thread_ops.shared(scales) + stage * stage_units + ((thread >> 5) * 16 + line) * row_scales
     rows = row, row + 8 * row_scales
@@ -311,38 +311,27 @@ def _factors_of_tile(row_scales, scales, thread, stage, stage_units, gated):
     return factors
 
 
-def _factors_fp8(scales, thread, stage, stage_units, gated):
-    """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 128 columns.
+def _factors_fp8(stage_format, scales, thread, stage, stage_units):
+    """Returns a function like that of `_factors_fp4`, for FP8 and the results of `e4m3_pairs`.
 
-    A factor's products with the results of `e4m3_pairs` are the unpacked weights. `scales` is from `load_scales`.
+    `scales` is from `load_scales`.
     """
-    word = U32(mlir.scalar(scales))
+    gated = stage_format.gated
+    has_small_blocks = stage_format.layout.has_small_blocks
+    # Bit offset in a lane's word of scales, see `load_scales`. Of the four threads that share a row, two read the first
+    # small block of a segment, and two the second. Without a gate, both rows of a thread are in one half of the tile.
+    own_offset = ((thread & 3) >> 1) << 3
+    if not gated:
+        own_offset = own_offset + ((thread >> 6) << 4)
 
     def factors(segment):
-        # A scale belongs to 128 columns, two segments.
-        block = (stage * (stage_units // 2) + segment) >> 1
-        scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, block >> 1)
-        scales_of_blocks = scales_of_blocks >> ((block & 1) << 3)
+        segment = stage * (stage_units // 2) + segment
+        lane = _lane_of_segment(segment, stage_format.step_segments) if has_small_blocks else segment >> 2
+        word = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", mlir.scalar(scales), lane)
+        # A scale of a large block belongs to two segments.
+        scales_of_blocks = word >> (own_offset if has_small_blocks else ((segment >> 1) & 1) << 3)
         halves = [power_pair(((scales_of_blocks >> (16 * half)) & 255) + (120 - SHIFT)) for half in range(1 + gated)]
         return [halves[0], halves[-1]]
-
-    return factors
-
-
-def _factors_fp8_32(step_segments, scales, thread, stage, stage_units, gated):
-    """Returns a function like that of `_factors_fp4`, for FP8 with blocks of 32 columns."""
-    word = U32(mlir.scalar(scales))
-    # `block` and `half` are bit offsets in a lane's word of scales, see `load_scales`. Of the four threads that share a
-    # row, two read the first block of a segment, and two the second block.
-    block = ((thread & 3) >> 1) << 3
-    # Without a gate, both rows of a thread are in the same half of the tile.
-    half = U32(0) if gated else (thread >> 6) << 4
-
-    def factors(segment):
-        lane = _lane_of_segment(stage * (stage_units // 2) + segment, step_segments)
-        scales_of_blocks = thread_ops.ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", word, lane) >> (block + half)
-        pairs = [power_pair(((scales_of_blocks >> (16 * i)) & 255) + (120 - SHIFT)) for i in range(1 + gated)]
-        return [pairs[0], pairs[-1]]
 
     return factors
 

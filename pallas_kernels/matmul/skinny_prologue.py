@@ -9,13 +9,12 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.matmul.quantized_weights import WeightLayout
 from pallas_kernels.matmul.skinny_mma import COLUMNS, MULTIPLIERS, UNIT
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
 from pallas_kernels.mgpu.bfloat16_words import fp8_pairs, halves
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -49,17 +48,17 @@ def _emit_store_factors(factors_smem, source_gmem, eps, warpgroup):
     def add_row(i):
         row = warp + i * warps
         with thread_ops.when(row < tokens):
-            squares = mlir.f32(0.0)
+            squares = Scalar(0.0)
             for first_column in range(0, columns, 8 * mlir.WARP):
                 group = row * (columns // 8) + (lane + first_column // 8)  # index of a group of 8 values, 16 bytes
-                offset = arith.shli(mlir.to_u64(group), mlir.i64(4))
+                offset = mlir.to_u64(group) << 4
                 for value in _unpack(_fetch(mlir.at(mlir.global_pointer(source_gmem), offset))):
                     squares = thread_ops.fma(value, value, squares)
-            mean_square = thread_ops.fma(thread_ops.sum_lanes(squares), mlir.f32(1 / columns), mlir.f32(eps))
+            mean_square = thread_ops.fma(thread_ops.sum_lanes(squares), Scalar(1 / columns), Scalar(eps))
             code = "{ .reg .f32 s; sqrt.rn.f32 s, $1; rcp.rn.f32 $0, s; }"
             factor = mlir.ptx(code, mean_square, results=mlir.f32_type())
             with thread_ops.when(lane.equals(0)):
-                thread_ops.store(thread_ops.shared(factors_smem) + (row << 2), thread_ops.bits(factor))
+                thread_ops.store(thread_ops.shared(factors_smem, row), factor.bits())
 
     thread_ops.loop(-(-tokens // warps), add_row)
 
@@ -145,9 +144,9 @@ def _emit_load_inputs(
     def normed(four, n, eight):
         weight_gmem, factors_smem = norm or (None, None)
         pointer = mlir.at(mlir.element(weight_gmem, column), mlir.to_u64(eight << 5))
-        weights = [thread_ops.as_float(word) for i in range(2) for word in _fetch(mlir.at(pointer, 16 * i))]
-        factor = thread_ops.as_float(thread_ops.load(thread_ops.shared(factors_smem) + (n << 2)))
-        values = [arith.mulf(w, arith.mulf(x, factor)) for w, x in zip(weights, _unpack(four), strict=True)]
+        weights = [word.as_float() for i in range(2) for word in _fetch(mlir.at(pointer, 16 * i))]
+        factor = thread_ops.load(thread_ops.shared(factors_smem, n)).as_float()
+        values = [w * (x * factor) for w, x in zip(weights, _unpack(four), strict=True)]
         return [words.pack(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
 
     def copy(n, row, eight):
@@ -157,7 +156,7 @@ def _emit_load_inputs(
           A function without arguments that stores these columns in shared memory.
         """
         source_eight = eight if eights == copied else eight.minimum(copied - 1)
-        offset = mlir.multiply_add(mlir.to_i64(row // divisor), 2 * width, mlir.to_u64(source_eight << 4))
+        offset = mlir.to_i64(row // divisor) * (2 * width) + mlir.to_u64(source_eight << 4)
         four = _fetch(mlir.at(base, offset))
         four = normed(four, n, source_eight) if norm else four
         if eights > copied:
@@ -170,8 +169,8 @@ def _emit_load_inputs(
     def row_of(n):
         if isinstance(rows, int):
             return n
-        row = thread_ops.load(thread_ops.shared(rows) + (n << 2))
-        first_row = thread_ops.load(thread_ops.shared(rows) + (U32(0) << 2))
+        row = thread_ops.load(thread_ops.shared(rows, n))
+        first_row = thread_ops.load(thread_ops.shared(rows))
         return row.is_below(0).where(first_row, row)
 
     def copy_rows(eight, line, i):
@@ -182,7 +181,7 @@ def _emit_load_inputs(
 
     for first_eight in range(0, eights, threads):
         with thread_ops.when(thread + first_eight < lines * eights):
-            eight, line = (thread % eights, thread // eights) if lines > 1 else (thread + first_eight, U32(0))
+            eight, line = (thread % eights, thread // eights) if lines > 1 else (thread + first_eight, 0)
             thread_ops.loop(-(-count // (lines * rows_at_once)), functools.partial(copy_rows, eight, line))
 
 

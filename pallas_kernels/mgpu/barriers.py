@@ -71,11 +71,16 @@ def sync_warpgroup() -> None:
 sync_warpgroup.mosaic(lambda: mlir.inline(mgpu.utils.warpgroup_barrier))
 
 
+def meet(barrier) -> None:
+    """Synchronizes the warpgroups that arrive at a Pallas barrier, and orders their accesses to shared memory."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
 @primitive
 def sync_block(barrier) -> None:
     """Synchronizes all threads of a block. The interpreter uses `barrier`, a Pallas barrier of all warpgroups."""
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
+    meet(barrier)
 
 
 sync_block.mosaic(lambda barrier: mlir.inline(gpu.barrier))

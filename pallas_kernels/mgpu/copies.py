@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
 from pallas_kernels.mgpu import mlir, vectors
-from pallas_kernels.mgpu.mlir import THREADS, U32, WARP
+from pallas_kernels.mgpu.mlir import THREADS, WARP, Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -47,13 +47,13 @@ def _emit_start_copy(target, source, row, column, *, below=0, other=None):
     row = mlir.to_i64(row)
     base = mlir.global_pointer(source)
     if other is not None:
-        in_source = arith.cmpi(arith.CmpIPredicate.sge, row, mlir.i64(0))
-        row = arith.select(in_source, row, arith.subi(mlir.i64(-1), row))
-        base = arith.select(in_source, base, mlir.global_pointer(other))
+        in_source = row.is_at_least(0)
+        row = in_source.where(row, -1 - row)
+        base = in_source.where(base, mlir.global_pointer(other))
     width = source.type.shape[1]
-    offset = mlir.multiply_add(row, width, mlir.to_i64(mlir.scalar(column)))
+    offset = mlir.to_i64(mlir.scalar(column)) + row * width
     source_place = mlir.at(mlir.at(base, offset, mlir.f32_type()), 4 * below * width)
-    first_value = arith.muli(mlir.wide_thread(), mlir.i64(per_thread))
+    first_value = mlir.wide_thread() * per_thread
     target_place = mlir.at(mlir.shared_pointer(target), first_value, mlir.f32_type())
     cache_modifier = nvvm.LoadCacheModifierKind.CG if per_thread == 4 else nvvm.LoadCacheModifierKind.CA
     nvvm.cp_async_shared_global(target_place, source_place, 4 * per_thread, cache_modifier)
@@ -92,24 +92,24 @@ def _emit_start_rows(target, pieces, *, column, size):
     row_threads = 8 * per_thread
     warp_rows = 4 // per_thread
     thread = mlir.wide_thread()
-    lane = arith.remui(thread, mlir.i64(WARP))
-    first_row = arith.divui(lane, mlir.i64(row_threads))
-    warp_column = arith.muli(arith.divui(thread, mlir.i64(WARP)), mlir.i64(WARP * per_thread))
-    own_column = arith.addi(warp_column, arith.muli(arith.remui(lane, mlir.i64(row_threads)), mlir.i64(4)))
-    target = mlir.at(mlir.shared_pointer(target), mlir.multiply_add(first_row, size, own_column), mlir.f32_type())
+    lane = thread % WARP
+    first_row = lane // row_threads
+    warp_column = thread // WARP * (WARP * per_thread)
+    own_column = warp_column + lane % row_threads * 4
+    target = mlir.at(mlir.shared_pointer(target), first_row * size + own_column, mlir.f32_type())
     sources = []
     for array, row, begin in pieces:
         width = array.type.shape[1]
-        offset = mlir.multiply_add(arith.addi(mlir.to_i64(row), first_row), width, mlir.to_i64(column))
-        offset = arith.addi(offset, own_column)
-        begin -= U32(arith.trunci(mlir.int_type(), first_row))  # the loop over r counts from this thread's first row
+        own_row = mlir.to_i64(row) + first_row
+        offset = mlir.to_i64(column) + own_row * width + own_column
+        begin -= Scalar(arith.trunci(mlir.int_type(), first_row))  # the loop over r counts from this thread's first row
         sources.append((mlir.at(mlir.global_pointer(array), offset, mlir.f32_type()), width, begin))
     for r in range(0, rows, warp_rows):
         source: Any = None
         for pointer, width, begin in sources:
             pointer = mlir.at(pointer, 4 * r * width)
-            reached = U32(r).is_at_least(begin)
-            source = pointer if source is None else arith.select(reached.value, pointer, source)
+            reached = Scalar(r).is_at_least(begin)
+            source = pointer if source is None else reached.where(pointer, source)
         nvvm.cp_async_shared_global(mlir.at(target, 4 * r * size), source, 16, nvvm.LoadCacheModifierKind.CG)
 
 

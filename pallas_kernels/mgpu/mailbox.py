@@ -17,6 +17,7 @@ another kernel of the same GPU waits for other GPUs.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mgpu import bfloat16_words as words, mlir, thread_ops
-from pallas_kernels.mgpu.mlir import THREADS, U32
+from pallas_kernels.mgpu.mlir import THREADS, Scalar
 from pallas_kernels.runtime.checks import check_array, check_rules
 
 
@@ -47,9 +48,9 @@ MAX_POLLS = 1 << 25
 class Unit(NamedTuple):
     """Eight bfloat16 values that a thread replaces by their sums over the GPUs."""
 
-    active: U32  # a condition of one bit: whether this thread exchanges the unit
-    load: Callable[[], list[U32]]  # returns the thread's values, four words of two bfloat16
-    store: Callable[[list[U32]], None]  # stores the sum, four words of two bfloat16
+    active: Scalar  # a condition of one bit: whether this thread exchanges the unit
+    load: Callable[[], list[Scalar]]  # returns the thread's values, four words of two bfloat16
+    store: Callable[[list[Scalar]], None]  # stores the sum, four words of two bfloat16
 
 
 def check_table(table: jax.Array, *, interpret: bool) -> None:
@@ -102,7 +103,7 @@ def _bank_bytes(ranks):
     return counter_offset(BLOCKS, ranks=ranks)
 
 
-def exchange(block: U32, blocks: int, table_gmem, units: Sequence[Unit]) -> None:
+def exchange(block: Scalar, blocks: int, table_gmem, units: Sequence[Unit]) -> None:
     """Emits code by which a thread sums each of its units, eight bfloat16 values, over the GPUs.
 
     Values are added in float32, in the order of ranks, and the sum is rounded to bfloat16. `Unit` says how a thread
@@ -121,7 +122,7 @@ def exchange(block: U32, blocks: int, table_gmem, units: Sequence[Unit]) -> None
 
     ranks = _num_ranks(table_gmem.type)
     addresses = [load_address(i) for i in range(PEERS + ranks)]
-    rank = U32(arith.trunci(mlir.int_type(), addresses[0]))
+    rank = Scalar(arith.trunci(mlir.int_type(), addresses[0]))
     own_mailbox = addresses[OWN]
     peers = addresses[PEERS:]
     if blocks > BLOCKS:
@@ -149,12 +150,12 @@ def exchange(block: U32, blocks: int, table_gmem, units: Sequence[Unit]) -> None
             address = _add_offset(own_mailbox, slot_offset(generation, 0, round_, block, thread, ranks=ranks))
             received = _receive(address, call, ranks, rank_stride)
             values = [[x for word in four for x in words.unpack(word)] for four in received]
-            total = [functools.reduce(arith.addf, terms) for terms in zip(*values, strict=True)]
+            total = [functools.reduce(operator.add, terms) for terms in zip(*values, strict=True)]
             unit.store([words.pack(*total[i : i + 2]) for i in range(0, UNIT, 2)])
 
 
 def _add_offset(address, offset):
-    return arith.addi(address, mlir.to_u64(U32(offset)))
+    return address + mlir.to_u64(offset)
 
 
 def _send(address, four, call):

@@ -30,10 +30,10 @@ def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, retu
     """Puts the MLIR that `emit` writes for one thread into a Pallas kernel.
 
     Args:
-      emit: function of one argument for each of `args`: a memref for a reference, a `U32` for an integer or bool
+      emit: function of one argument for each of `args`: a memref for a reference, a `Scalar` for an integer or bool
         scalar, and a `FragmentedArray` for an array (see `scalar` and `values`). `emit` returns a result for each of
-        `returns`. For shape (), the result is an MLIR scalar or a `U32`. For other shapes, it is a list of the values
-        that this thread holds, in the layout's order, as registers (MLIR vectors), MLIR scalars or `U32`.
+        `returns`. For shape (), the result is an MLIR scalar. For other shapes, it is a list of the values that this
+        thread holds, in the layout's order, as registers (MLIR vectors) or MLIR scalars.
       args: references and arrays, or pairs (reference, its `plgpu.RefType`) and (array, its layout).
       layout: function from a shape to a layout, for arrays that come without a layout. Scalars are the same in all
         threads (WG_SPLAT).
@@ -108,9 +108,9 @@ def on_operands(function: Callable, *args, **kwargs) -> tuple[Callable, list[Any
 
 
 def _operand(x):
-    """Returns a `U32` for an integer or bool scalar, and other operands as they are."""
+    """Returns a `Scalar` for an integer or bool scalar, and other operands as they are."""
     if isinstance(x, mgpu.FragmentedArray) and not x.shape and isinstance(x.mlir_dtype, ir.IntegerType):
-        return U32(scalar(x))
+        return scalar(x)
     return x
 
 
@@ -118,9 +118,9 @@ def _array(parts, kind):
     """Returns the `FragmentedArray` of type `kind` whose values in this thread are `parts`, see `inline`."""
     signed = mgpu.utils.is_signed(kind.dtype)
     if not kind.shape:
-        return mgpu.FragmentedArray.splat(U32(parts).value, (), is_signed=signed)
+        return mgpu.FragmentedArray.splat(parts, (), is_signed=signed)
     layout = kind.layout.to_mgpu()
-    parts = [U32(part).value for part in parts]
+    parts = list(parts)
     registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
     if not isinstance(parts[0].type, ir.VectorType):
         size = len(parts) // math.prod(registers.shape)
@@ -142,7 +142,7 @@ def ptx(
 
     Args:
       code: the instructions. `$0`, `$1`, ... stand for the results, then for the operands, then for `in_out`.
-      operands: MLIR integers, floats and pointers, `U32`, or Python integers of 32 bits.
+      operands: MLIR integers, floats and pointers, or Python numbers as `Scalar` takes them.
       results: an MLIR type, or a sequence of types.
       in_out: initial values of the first results, for instructions that read and write a register.
       pure: whether the results depend on the operands alone, so that compilers may move, merge and drop the code.
@@ -150,10 +150,9 @@ def ptx(
         execute together; None: True unless `pure`.
 
     Returns:
-      An MLIR value, or a list of values if `results` is a sequence.
+      A `Scalar`, or a list of them if `results` is a sequence.
     """
-    operands = [U32(x).value for x in operands]
-    in_out = [U32(x).value for x in in_out]
+    operands = [Scalar(x) for x in operands]
     types = [results] if isinstance(results, ir.Type) else list(results)
     if not types:
         packed = ir.Type.parse("!llvm.void")
@@ -166,8 +165,9 @@ def ptx(
         packed, [*operands, *in_out], code, ",".join(constraints), has_side_effects=not pure, convergent=convergent
     )
     if isinstance(results, ir.Type):
-        return value
-    return [value] if len(types) == 1 else [llvm.extractvalue(kind, value, [i]) for i, kind in enumerate(types)]
+        return Scalar(value)
+    values = [value] if len(types) == 1 else [llvm.extractvalue(kind, value, [i]) for i, kind in enumerate(types)]
+    return [Scalar(value) for value in values]
 
 
 def _constraint(kind):
@@ -176,28 +176,35 @@ def _constraint(kind):
     return {"i1": "b", "i16": "h", "i32": "r", "i64": "l", "f32": "f"}[str(kind)]
 
 
-def _operator(operation: Callable[[Any, Any], Any]) -> "Callable[[U32, U32 | int], U32]":
-    return lambda x, y: U32(operation(x.value, U32(y).value))
+def _operator(integers: Any, floats: Any = None) -> "Callable[[Scalar, Any], Scalar]":
+    """Returns an operator of `Scalar`, given MLIR's operations on integers and on floats, or None for no operation."""
+
+    def apply(x, y):
+        operation = floats if isinstance(x.type, ir.FloatType) else integers
+        return Scalar(operation(x, _constant(y, x.type)))
+
+    return apply
 
 
-def _comparison(predicate: str) -> "Callable[[U32, U32 | int], U32]":
+def _comparison(predicate: str) -> "Callable[[Scalar, Any], Scalar]":
     return _operator(lambda x, y: arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y))
 
 
-class U32:
-    """An unsigned 32-bit integer, or a condition of one bit, that the kernel computes.
+class Scalar(ir.Value):
+    """A number that the kernel computes, an MLIR value with Python's operators. Conditions are integers of one bit.
 
-    `U32(x)` takes an MLIR value, a Python integer, or another `U32`.
+    `Scalar(x)` takes an MLIR value, or a Python number, which becomes an integer of 32 bits or a float32. The second
+    operand of an operator may be a Python number, which gets the type of the first. Integers are unsigned, except those
+    of `is_below`, `is_at_least`, `signed_minimum` and `signed_maximum`.
     """
 
-    def __init__(self, value: "U32 | int | Any"):
-        if isinstance(value, U32):
-            value = value.value
-        self.value = i32(value & 0xFFFFFFFF) if isinstance(value, int) else value
+    def __init__(self, value: Any):
+        super().__init__(_constant(value, f32_type() if isinstance(value, float) else int_type()))
 
-    __add__ = _operator(arith.addi)
-    __sub__ = _operator(arith.subi)
-    __mul__ = _operator(arith.muli)
+    __add__ = __radd__ = _operator(arith.addi, arith.addf)
+    __sub__ = _operator(arith.subi, arith.subf)
+    __mul__ = _operator(arith.muli, arith.mulf)
+    __truediv__ = _operator(None, arith.divf)
     __floordiv__ = _operator(arith.divui)
     __mod__ = _operator(arith.remui)
     __and__ = _operator(arith.andi)
@@ -207,17 +214,30 @@ class U32:
     __rshift__ = _operator(arith.shrui)
     __lt__, __le__, __gt__, __ge__ = (_comparison(predicate) for predicate in ("ult", "ule", "ugt", "uge"))
     equals = _comparison("eq")
-    is_below, is_at_least = (_comparison(predicate) for predicate in ("slt", "sge"))  # compare signed integers
-    minimum = _operator(arith.minui)
-    maximum = _operator(arith.maxui)
+    is_below, is_at_least = (_comparison(predicate) for predicate in ("slt", "sge"))
+    minimum = _operator(arith.minui, arith.minimumf)
+    maximum = _operator(arith.maxui, arith.maximumf)
+    signed_minimum = _operator(arith.minsi)
+    signed_maximum = _operator(arith.maxsi)
 
-    def where(self, yes: "U32 | int", no: "U32 | int") -> "U32":
-        """Returns `yes` if this condition holds, else `no`."""
-        return U32(arith.select(self.value, U32(yes).value, U32(no).value))
+    def __rsub__(self, other: int | float) -> "Scalar":
+        return Scalar(_constant(other, self.type)) - self
+
+    def where(self, yes: Any, no: Any) -> "Scalar":
+        """Returns `yes` if this condition holds, else `no`: MLIR values, or Python numbers."""
+        kind = Scalar(yes if isinstance(yes, ir.Value) else no).type
+        return Scalar(arith.select(self, _constant(yes, kind), _constant(no, kind)))
+
+    def bits(self) -> "Scalar":
+        """Returns the bits of a float32."""
+        return Scalar(arith.bitcast(int_type(), self))
+
+    def as_float(self) -> "Scalar":
+        """Returns the float32 with these bits."""
+        return Scalar(arith.bitcast(f32_type(), self))
 
 
 f32_type = ir.F32Type.get
-constant = mgpu.utils.c  # function of a number and an MLIR type that returns an MLIR constant
 shared_pointer = mgpu.utils.memref_ptr  # function of a reference to shared memory that returns an LLVM pointer
 
 
@@ -230,54 +250,38 @@ def vector_type(length: int, element):
     return ir.VectorType.get((length,), element)
 
 
-def i32(value: int):
-    """Returns a 32-bit constant of a signed or an unsigned number."""
-    return constant(value - (1 << 32) if value >= 1 << 31 else value, int_type())
+def _constant(x, kind):
+    """Returns a Python number as a constant of an MLIR type, and an MLIR value as it is."""
+    if isinstance(x, ir.Value):
+        return x
+    if kind == int_type():
+        x = (x + (1 << 31)) % (1 << 32) - (1 << 31)  # unsigned numbers from 2**31 on are passed as negative ones
+    return mgpu.utils.c(x, kind)
 
 
-def i64(value: int):
-    return constant(value, int_type(64))
-
-
-def f32(value: float):
-    return constant(value, f32_type())
-
-
-def index(value: int):
-    """Returns a constant of MLIR's index type."""
-    return constant(value, ir.IndexType.get())
-
-
-def to_i64(x):
-    """Converts a signed integer (an MLIR value or `U32`) or an MLIR index to an MLIR integer of 64 bits."""
+def to_i64(x) -> Scalar:
+    """Converts a signed integer or an MLIR index to an MLIR integer of 64 bits."""
     kind = int_type(64)
-    x = U32(x).value
-    return arith.index_cast(kind, x) if isinstance(x.type, ir.IndexType) else arith.extsi(kind, x)
+    x = Scalar(x)
+    return Scalar(arith.index_cast(kind, x) if isinstance(x.type, ir.IndexType) else arith.extsi(kind, x))
 
 
-def to_u64(x: U32):
+def to_u64(x: Scalar | int) -> Scalar:
     """Converts an unsigned integer to an MLIR integer of 64 bits."""
-    return arith.extui(int_type(64), x.value)
+    return Scalar(arith.extui(int_type(64), Scalar(x)))
 
 
-def multiply_add(x, factor: int, y):
-    """Returns x * factor + y, where x and y are MLIR integers of the same type."""
-    return arith.addi(arith.muli(x, constant(factor, x.type)), y)
-
-
-def values(x) -> list[Any]:
-    """Returns the MLIR scalars in x: a `U32`, a register, or the part of a `FragmentedArray` that this thread holds."""
-    if isinstance(x, U32):
-        return [x.value]
+def values(x) -> list[Scalar]:
+    """Returns the values in x: a scalar, a register, or the part of a `FragmentedArray` that this thread holds."""
     if isinstance(x, mgpu.FragmentedArray):
         return [value for register in x.registers.flat for value in values(register)]
     if not isinstance(x.type, ir.VectorType):
-        return [x]
-    return [vector.extract(x, [], [i]) for i in range(ir.VectorType(x.type).shape[0])]
+        return [Scalar(x)]
+    return [Scalar(vector.extract(x, [], [i])) for i in range(ir.VectorType(x.type).shape[0])]
 
 
 def scalar(x):
-    """Returns this thread's value of x as an MLIR scalar, see `values`. The thread must hold exactly one value."""
+    """Returns this thread's value of x, see `values`. The thread must hold exactly one value."""
     (value,) = values(x)
     return value
 
@@ -288,9 +292,9 @@ def pack(scalars: Iterable[Any]):
     return vector.from_elements(vector_type(len(scalars), scalars[0].type), scalars)
 
 
-def thread() -> U32:
+def thread() -> Scalar:
     """Returns this thread's index in its warpgroup."""
-    return U32(_thread(int_type()))
+    return _thread(int_type())
 
 
 def wide_thread():
@@ -299,7 +303,7 @@ def wide_thread():
 
 
 def _thread(kind):
-    return arith.remui(arith.index_cast(kind, gpu.thread_id(gpu.Dimension.x)), constant(THREADS, kind))
+    return Scalar(arith.index_cast(kind, gpu.thread_id(gpu.Dimension.x))) % THREADS
 
 
 def global_pointer(ref):
@@ -310,10 +314,9 @@ def global_pointer(ref):
 def at(pointer, offset, element=None):
     """Returns the pointer `pointer + offset`.
 
-    `offset` is an integer that `U32` takes: a number of elements of the MLIR type `element`, or a number of bytes if
-    `element` is None.
+    `offset` is a Python integer or an MLIR value: a number of elements of the MLIR type `element`, or a number of bytes
+    if `element` is None.
     """
-    offset = offset if isinstance(offset, int) else U32(offset).value
     return mgpu.utils.getelementptr(pointer, [offset], int_type(8) if element is None else element)
 
 
@@ -327,4 +330,4 @@ def element(ref, index, size: int | None = None):
     """
     if size is None:
         return at(global_pointer(ref), to_i64(index), ref.type.element_type)
-    return at(global_pointer(ref), arith.muli(to_i64(index), i64(size)))
+    return at(global_pointer(ref), to_i64(index) * size)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.mgpu import mlir, thread_ops, vectors
-from pallas_kernels.mgpu.mlir import THREADS, U32
+from pallas_kernels.mgpu.mlir import THREADS, Scalar
 
 
 def scratch_type(count: int):
@@ -65,7 +65,7 @@ def _at_barrier(code, barrier, value):
     mlir.inline(lambda barrier, value: mlir.ptx(code, thread_ops.shared(barrier), value), barrier, value)
 
 
-def send(address: U32, values: Sequence[Any], barrier: U32) -> None:
+def send(address: Scalar, values: Sequence[Any], barrier: Scalar) -> None:
     """Stores values in another block's shared memory. A barrier of that block counts the bytes.
 
     The function is code for one thread, to be called within `mlir.inline`.
@@ -93,7 +93,7 @@ def put(x: jax.Array, target, block: int, barrier) -> None:
     """
 
     def emit(x, target, barrier):
-        offset = thread_ops.thread() % THREADS * (4 * x.layout.vec_size)
+        offset = mlir.thread() * (4 * x.layout.vec_size)
         address = thread_ops.shared(target)
         barrier_address = thread_ops.shared(barrier)
         values = [mgpu.utils.bitcast(value, mlir.int_type()) for value in mlir.values(x)]

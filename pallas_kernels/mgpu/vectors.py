@@ -13,10 +13,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.mgpu.mlir import THREADS as THREADS, U32, WARP
+from pallas_kernels.mgpu.mlir import THREADS as THREADS, WARP, Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
@@ -66,11 +66,11 @@ def _emit_exchange(x, distance, scratch):
         return [vector.shuffle(register, register, [i ^ distance for i in range(per_thread)])]
     if distance < per_thread * WARP:
         return [mgpu.utils.shfl_bfly(value, distance // per_thread) for value in mlir.values(x)]
-    (first_channel,) = x.layout.linear_thread_idxs()
+    (first_channel,) = map(Scalar, x.layout.linear_thread_idxs())
     mgpu.utils.warpgroup_barrier()
     vector.store(register, scratch, [first_channel])
     mgpu.utils.warpgroup_barrier()
-    return [vector.load(register.type, scratch, [arith.xori(first_channel, mlir.index(distance))])]
+    return [vector.load(register.type, scratch, [first_channel ^ distance])]
 
 
 def butterfly(combine, x: jax.Array, first: int, last: int, scratch) -> jax.Array:
@@ -104,10 +104,10 @@ def take_in(layout: Callable[..., Any]) -> Callable[[Any, jax.Array], jax.Array]
     @mlir.emits(take, layout=layout, returns=lambda ref, index: jax.ShapeDtypeStruct(index.shape, ref.dtype))
     def _(ref, index):
         kind = ref.type.element_type
-        for number in map(U32, mlir.values(index)):
+        for number in mlir.values(index):
             inside = number.is_at_least(0)
             value = llvm.load(kind, mlir.element(ref, inside.where(number, 0)))
-            yield arith.select(inside.value, value, mlir.constant(0, kind))
+            yield inside.where(value, 0)
 
     return take
 
@@ -127,8 +127,8 @@ def load_repeated(ref, size: int) -> jax.Array:
 @emits(load_repeated, returns=lambda ref, size: jax.ShapeDtypeStruct((size,), ref.dtype))
 def _(ref, size):
     threads: Any = layout(size).to_mgpu()
-    (first_channel,) = threads.linear_thread_idxs()
-    place = arith.remui(first_channel, mlir.index(ref.type.shape[0]))
+    (first_channel,) = map(Scalar, threads.linear_thread_idxs())
+    place = first_channel % ref.type.shape[0]
     return [vector.load(mlir.vector_type(size // THREADS, ref.type.element_type), ref, [place])]
 
 
@@ -156,7 +156,7 @@ def store_channels(ref, x: jax.Array, channel: jax.Array, *, every: int = 1) -> 
 def _emit_store_channels(ref, x, channel, *, every=1):
     end = ref.type.shape[0] * every
     (register,) = x.registers
-    channels_of_thread = [U32(number) for number in mlir.values(channel)]
+    channels_of_thread = mlir.values(channel)
     per_thread = x.layout.vec_size
     bits = mgpu.utils.bitwidth(x.mlir_dtype)
     register = vector.bitcast(mlir.vector_type(per_thread, mlir.int_type(bits)), register)
@@ -168,7 +168,7 @@ def _emit_store_channels(ref, x, channel, *, every=1):
         inside = number < end
         if every > per_thread:
             inside = inside & (number % every).equals(0)
-        with mgpu.utils.when(inside.value):
+        with mgpu.utils.when(inside):
             value = register if width == per_thread else vector.extract(register, [], [i])
             llvm.store(value, mlir.element(ref, number // every), alignment=width * bits // 8)
 
@@ -188,7 +188,7 @@ def thread() -> jax.Array:
 @emits(thread, returns=jax.ShapeDtypeStruct((THREADS,), jnp.int32))
 def _():
     number = mlir.ptx("mov.u32 $0, %tid.x;", results=mlir.int_type(), convergent=False)
-    return [U32(number) & (THREADS - 1)]
+    return [number & (THREADS - 1)]
 
 
 @primitive

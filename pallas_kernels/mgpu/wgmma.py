@@ -13,15 +13,26 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.runtime.launch import primitive
 
 
-# The tiling and the swizzle of bfloat16 operands in shared memory.
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+def transforms(dtype: DTypeLike) -> tuple[Any, ...]:
+    """Returns the tiling and the 128-byte swizzle of operands of a dtype in shared memory."""
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+
+
+TRANSFORMS = transforms(jnp.bfloat16)
+
+
+def operand(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """Returns the scratch type of an operand in shared memory, with the `transforms` of its dtype."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype))
 
 
 def layout(_: tuple[int, ...]):
@@ -90,7 +101,7 @@ def send(inbox, values: jax.Array, block: jax.Array, barrier) -> None:
         peer_inbox = thread_ops.peer(llvm.ptrtoint(mlir.int_type(), _own_place(inbox)), block)
         peer_barrier = thread_ops.peer(thread_ops.shared(barrier), block)
         for i, pair in enumerate(values.registers.flat):
-            words = [mgpu.utils.bitcast(vector.extract(pair, [], [j]), mlir.int_type()) for j in range(2)]
+            words = [value.bits() for value in mlir.values(pair)]
             transaction_barriers.send(peer_inbox + 8 * mlir.THREADS * i, words, peer_barrier)
 
     mlir.inline(emit, inbox, values, block, barrier, layout=layout)
@@ -168,8 +179,8 @@ def _emit_store(ref, values, *, transposed=False):
     width = values.shape[1]
     # `down` and `right` are the distances in bytes between consecutive rows and consecutive columns of the values.
     down, right = (size, size * stride) if transposed else (size * stride, size)
-    first_row, first_column = next(values.layout.thread_idxs(values.shape))
-    offset = mlir.multiply_add(first_row, down, arith.muli(first_column, mlir.index(right)))
+    first_row, first_column = map(Scalar, next(values.layout.thread_idxs(values.shape)))
+    offset = first_column * right + first_row * down
     first_place = mlir.at(mlir.global_pointer(ref), mlir.to_i64(offset))
     # The distance between the places of two registers is the same in all threads. As a constant it needs no register.
     strides = values.layout.tiling.tile_strides((width, 1))
@@ -192,7 +203,7 @@ def _emit_store(ref, values, *, transposed=False):
 
 
 def _when_below(number, end):
-    return mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, number, mlir.index(end)))
+    return mgpu.utils.when(number.is_below(end))
 
 
 def _own_pairs(inbox, values):

@@ -29,7 +29,6 @@ from jax import lax
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.mgpu import barriers, transaction_barriers, wgmma
 from pallas_kernels.mgpu.mlir import THREADS
-from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import axis_indices, kernel
 from pallas_kernels.runtime.layer_operands import layer_operand, weights_of_layer
@@ -119,12 +118,12 @@ class DecodeBuffers:
 
     blocks: int = static_field(default=1)  # number of blocks in the cluster, 1 or 2
     # The queries. At the end, the result overwrites them. The axis of size 1 exists so that `_score_tile` can index it.
-    queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
-    keys_smem: Any = plgpu.SMEM((STAGES, TILE, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
+    queries_smem: Any = wgmma.operand(1, HEADS, ROW_DIM)
+    keys_smem: Any = wgmma.operand(STAGES, TILE, ROW_DIM)
     # Terms added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` also says that they were written.
     biases_smem: Any = plgpu.SMEM((STAGES, TILE), jnp.float32)
     # Softmax weights before the division by their sum.
-    weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
+    weights_smem: Any = wgmma.operand(STAGES, HEADS, TILE)
     # Factors that rescale the sums of earlier tiles. `weights_full` also says that they were written.
     rescale_smem: Any = plgpu.SMEM((STAGES, HEADS), jnp.float32)
     scale_smem: Any = plgpu.SMEM((HEADS,), jnp.float32)  # factors of the final sums
@@ -275,8 +274,7 @@ def _put_result(warpgroup, result, buffers):
     """Writes a warpgroup's half of the result to shared memory, and waits until the other half is written as well."""
     buffers.queries_smem[0, :, _columns(warpgroup)] = result.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(buffers.result_full)
-    plgpu.barrier_wait(buffers.result_full)
+    barriers.meet(buffers.result_full)
 
 
 def _load_tiles(problem, addresses, tiles, buffers, other_block):

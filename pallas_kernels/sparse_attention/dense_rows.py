@@ -12,11 +12,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.formats.kv_rows import GROUP, ROW_DIM
 from pallas_kernels.mgpu import mlir
-from pallas_kernels.mgpu.mlir import U32
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.launch import primitive
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -183,11 +181,10 @@ def _emit_start_unit(chunk_smem, bias_smem, in_window, row, sources, *, first, c
     lane, target, own_row = kv_tiles.unit_offsets(chunk_smem, CHUNK)
     base = mlir.global_pointer(sources[0])
     if len(sources) > 1:
-        is_window = arith.cmpi(arith.CmpIPredicate.ne, in_window.value, mlir.i32(0))
-        base = arith.select(is_window, base, mlir.global_pointer(sources[1]))
-    exists = U32(row).is_at_least(0)
-    clamped_row = mlir.to_i64(arith.maxsi(row, mlir.i32(0)))
-    source = mlir.at(base, mlir.multiply_add(clamped_row, 2 * ROW_DIM, mlir.to_u64(lane * 16)))
+        base = (in_window > 0).where(base, mlir.global_pointer(sources[1]))
+    exists = row.is_at_least(0)
+    clamped_row = mlir.to_i64(row.signed_maximum(0))
+    source = mlir.at(base, mlir.to_u64(lane * 16) + clamped_row * (2 * ROW_DIM))
     size = exists.where(16, 0)  # number of bytes to read; the instruction adds zeros up to 16 bytes
     for group in range(CHUNK // GROUP):
         target_offset = 2 * (first * CHUNK + 8 * GROUP * group)

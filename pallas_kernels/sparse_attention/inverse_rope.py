@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.formats.exact_math import cos_sin, product, round_bfloat16
 from pallas_kernels.mgpu import bfloat16_words, mlir, vectors, wgmma
@@ -57,9 +57,10 @@ def _emit_inverse_rope(values, angles_gmem, token):
     layout = values.layout
     width = values.shape[1]
     pairs = angles_gmem[0].type.shape[1]
-    _, column = next(layout.thread_idxs(values.shape))
+    _, column = map(mlir.Scalar, next(layout.thread_idxs(values.shape)))
     # An angle has 4 bytes and belongs to two columns, so a column moves the address by 2 bytes.
-    offset = mlir.multiply_add(mlir.to_i64(token), 4 * pairs, mlir.to_i64(arith.muli(column, mlir.index(2))))
+    row = mlir.to_i64(token)
+    offset = mlir.to_i64(column * 2) + row * (4 * pairs)
     pointers = [mlir.at(mlir.global_pointer(x), offset) for x in angles_gmem]
     strides = layout.tiling.tile_strides((width, 1))
     factors: dict[int, list[Any]] = {}  # {value of `rotated` below: [cosine, sine]}
@@ -79,8 +80,8 @@ def _emit_inverse_rope(values, angles_gmem, token):
 
 def _rotate_pair(pair, cos, sin):
     even, odd = bfloat16_words.unpack(bfloat16_words.pack(*mlir.values(pair)))
-    rotated_even = arith.addf(arith.mulf(even, cos), arith.mulf(odd, sin))
-    return mlir.pack([rotated_even, arith.subf(arith.mulf(odd, cos), arith.mulf(even, sin))])
+    rotated_even = even * cos + odd * sin
+    return mlir.pack([rotated_even, odd * cos - even * sin])
 
 
 def vector_inverse_rope(positions_gmem, inv_freq_gmem, token, channels: jax.Array) -> Callable[[jax.Array], jax.Array]:

@@ -21,14 +21,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels.formats.exact_math import power_of_two
 from pallas_kernels.formats.kv_rows import GROUP, GROUPS, ROW_DIM
 from pallas_kernels.formats.layouts import RowLayout
 from pallas_kernels.mgpu import mlir, thread_ops, transaction_barriers
-from pallas_kernels.mgpu.bfloat16_words import e2m1_value, multiply
-from pallas_kernels.mgpu.mlir import U32
+from pallas_kernels.mgpu.bfloat16_words import decode_e2m1, decode_e4m3, multiply
+from pallas_kernels.mgpu.mlir import Scalar
 from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_rules
 from pallas_kernels.runtime.launch import primitive
@@ -78,7 +78,7 @@ def take(array_gmem, index: jax.Array) -> jax.Array:
 
 @mlir.emits(take, None, PER_ROW, returns=_INDICES)
 def _emit_take(array_gmem, index):
-    return _load(mlir.at(mlir.global_pointer(array_gmem), U32(mlir.scalar(index)) * 4), 1)
+    return _load(mlir.at(mlir.global_pointer(array_gmem), mlir.scalar(index) * 4), 1)
 
 
 @primitive
@@ -141,24 +141,24 @@ def _is_fine(layout):
     returns=lambda first_pools, second_pools, use_second, row, layouts: _unit_types(layouts[0]),
 )
 def _emit_load_unit(first_pools, second_pools, use_second, row, layouts):
-    is_second = arith.cmpi(arith.CmpIPredicate.ne, use_second.value, mlir.i32(0))
+    is_second = use_second > 0
     row = mlir.scalar(row)
     lane = mlir.thread() % LANES
     layout = layouts[0]
 
     def row_pointer(pool, lane_offset):
         second = mlir.global_pointer(second_pools[pool])
-        base = arith.select(is_second, second, mlir.global_pointer(first_pools[pool]))
+        base = is_second.where(second, mlir.global_pointer(first_pools[pool]))
 
         def offset(row_bytes):
             wide_row = mlir.to_i64(row)
-            return mlir.multiply_add(wide_row, row_bytes, mlir.to_u64(lane_offset(row_bytes)))
+            return mlir.to_u64(lane_offset(row_bytes)) + wide_row * row_bytes
 
         first_bytes, second_bytes = (x.row_bytes[pool] for x in layouts)
         first_offset = offset(first_bytes)
         if second_bytes == first_bytes:
             return mlir.at(base, first_offset)
-        return mlir.at(base, arith.select(is_second, offset(second_bytes), first_offset))
+        return mlir.at(base, is_second.where(offset(second_bytes), first_offset))
 
     def load_codes(groups, row):
         return [x for g in groups for x in _load(codes, 2, offset=g * GROUP, row=row)]
@@ -170,7 +170,7 @@ def _emit_load_unit(first_pools, second_pools, use_second, row, layouts):
         half = GROUPS // 2
         unit = [load_codes(range(half), row), scale]
         if layout.codes == "e4m3":
-            other_row = row if layouts[1] == layout else arith.select(is_second, mlir.i32(-1), row)
+            other_row = row if layouts[1] == layout else is_second.where(-1, row)
             unit.append(load_codes(range(half, GROUPS), other_row))
         return unit
     scales = _load(row_pointer(2, lambda _: lane * 0), layout.row_bytes[2] // 4, row=row)
@@ -243,7 +243,7 @@ def _emit_store_unit(tile_smem, bias_smem, first, unit, row, layout, peer=None, 
             _put_e2m1(unit[0], scales[0], lane, own_row, put)
         else:
             _put_e4m3(unit, scales, layout, lane, put)
-    store_bias(bias, lane, U32(mlir.scalar(row)).is_at_least(0), send_bias)
+    store_bias(bias, lane, mlir.scalar(row).is_at_least(0), send_bias)
 
 
 def _put_e4m3(unit, scales, layout, lane, put):
@@ -287,7 +287,7 @@ def _put_e2m1(codes, scale, lane, own_row, put):
     own_byte = (lane & 3) * 0x1111 + 0x8080  # selects a lane's scale twice, and extends its sign to 16 bits
     for i, register in enumerate(codes.registers.flat):
         factor = _e4m3_factor(_from_lane(scale, i), own_byte)
-        low, high = map(U32, mlir.values(register))
+        low, high = mlir.values(register)
         for offset, word in zip(offsets, (is_upper.where(high, low), is_upper.where(low, high)), strict=True):
             put(_decode_e2m1(word, factor), offset + 2 * TILE_BYTES * i)
 
@@ -315,7 +315,7 @@ def _senders(first_value, bias, block, barrier):
     )
 
 
-def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
+def unit_offsets(tile, columns: int) -> tuple[Scalar, Any, Scalar]:
     """Returns (chunk, pointer, row): the place of this thread's values in a tile in shared memory.
 
     A group of 64 columns has 8 chunks of 16 bytes. A thread holds the chunk with index `chunk` of every group in row
@@ -335,7 +335,7 @@ def unit_offsets(tile, columns: int) -> tuple[U32, Any, U32]:
     return chunk, mlir.at(mlir.shared_pointer(tile), offset), row
 
 
-def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
+def store_bias(bias, chunk: Scalar, exists: Scalar, send: Any = None) -> None:
     """Stores the bias of this thread's row, which is added to the row's scores: 0 if the row exists, else -inf.
 
     Args:
@@ -344,7 +344,7 @@ def store_bias(bias, chunk: U32, exists: U32, send: Any = None) -> None:
       exists: 1 if the row exists, else 0.
       send: function to which the storing thread also passes the MLIR value of the bias, or None.
     """
-    value = arith.select(exists.value, mlir.f32(0.0), mlir.f32(-np.inf))
+    value = exists.where(0.0, -np.inf)
     with thread_ops.when(chunk.equals(0)):
         llvm.store(value, bias)
         if send is not None:
@@ -361,13 +361,12 @@ def _dequantize(pools, row, layout):
     nope = take_rows(nope_pool)
     scale = take_rows(scale_pool)
     if layout.codes == "e2m1":
-        values = e2m1_value(jnp.stack([nope & 15, nope >> 4], axis=-1).reshape(UNIT, -1).astype(jnp.int32))
-        scale = lax.bitcast_convert_type(scale, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = decode_e2m1(nope)
+        scale = decode_e4m3(scale)
     else:
-        values = lax.bitcast_convert_type(nope, jnp.float8_e4m3fn).astype(jnp.float32)
+        values = decode_e4m3(nope)
         if layout.scale_block is not None:
-            exponent = scale[:, : layout.nope_dim // layout.scale_block].astype(jnp.int32) << 23
-            scale = lax.bitcast_convert_type(exponent, jnp.float32)
+            scale = power_of_two(scale[:, : layout.nope_dim // layout.scale_block].astype(jnp.int32))
     values *= jnp.repeat(scale, layout.scale_block or layout.nope_dim, axis=1)
     parts = [values.astype(jnp.bfloat16)] + ([] if rope_pool is None else [take_rows(rope_pool)])
     return jnp.where((row >= 0)[:, None], jnp.concatenate(parts, axis=1), jnp.zeros((), jnp.bfloat16))
@@ -389,7 +388,7 @@ def _decode_e4m3(codes, scales, layout, lane, group):
         return _decode_row_scale(codes, scales[0])
     if layout.scale_block == GROUP:
         # `factor` is a word of two equal bfloat16, whose exponent bits are the byte of the group's scale.
-        factor = ((U32(scales[group // 4]) >> (8 * (group % 4))) & 0xFF) * 0x00800080
+        factor = ((scales[group // 4] >> (8 * (group % 4))) & 0xFF) * 0x00800080
         return _decode_block_scale(codes, factor)
     # A group has two scales, one for lanes 0 to 3 and one for lanes 4 to 7.
     own_byte = (lane >> 2) * 0x0101 + (0x4040 + 0x0202 * (group % 2))
@@ -419,7 +418,7 @@ def _decode_row_scale(codes, scale):
         code += f"shl.b32 l, {x}, 16; and.b32 h, {x}, 0xFFFF0000;"
         code += "mul.rn.f32 l, l, 0f7B800000; mul.rn.f32 h, h, 0f7B800000; mul.rn.f32 l, l, $6; mul.rn.f32 h, h, $6;"
         code += f"cvt.rn.bf16x2.f32 ${i}, h, l;"
-    factor = arith.bitcast(mlir.f32_type(), scale)
+    factor = scale.as_float()
     return mlir.ptx(code + "}", *codes, factor, results=[mlir.int_type()] * 4, pure=True)
 
 

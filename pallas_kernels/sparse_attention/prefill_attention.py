@@ -29,7 +29,6 @@ from jax import lax
 
 from pallas_kernels.formats.kv_rows import ROW_DIM
 from pallas_kernels.mgpu import barriers, copies, wgmma
-from pallas_kernels.mgpu.wgmma import TRANSFORMS
 from pallas_kernels.runtime.checks import check_array, check_rules
 from pallas_kernels.runtime.hardware import MULTIPROCESSORS
 from pallas_kernels.runtime.launch import kernel
@@ -129,16 +128,16 @@ class PrefillBuffers:
     """
 
     # Queries of an item. The axis of size 1 exists so that `_multiply_keys` can index it.
-    queries_smem: Any = plgpu.SMEM((1, HEADS, ROW_DIM), jnp.bfloat16, transforms=TRANSFORMS)
+    queries_smem: Any = wgmma.operand(1, HEADS, ROW_DIM)
     # Chunks of tiles. The warpgroup that adds a chunk's columns signals `keys_empty`. The result of an item overwrites
     # the chunks of the item's last tile, and is copied from there to global memory.
-    keys_smem: Any = plgpu.SMEM((CHUNK_STAGES, TILE, CHUNK), jnp.bfloat16, transforms=TRANSFORMS)
+    keys_smem: Any = wgmma.operand(CHUNK_STAGES, TILE, CHUNK)
     # Terms added to the scores: 0 for a row that exists, otherwise -inf. `keys_full` of a tile's chunk 0 says that the
     # terms were written.
     biases_smem: Any = plgpu.SMEM((STAGES + 1, TILE), jnp.float32)
     # Softmax weights before the division by their sum. They need no barrier `weights_empty`: an add role reads a tile's
     # weights before it signals `keys_empty` for its chunks of the tile.
-    weights_smem: Any = plgpu.SMEM((STAGES, HEADS, TILE), jnp.bfloat16, transforms=TRANSFORMS)
+    weights_smem: Any = wgmma.operand(STAGES, HEADS, TILE)
     # Rows 0 .. STAGES - 1: factors for the sums of earlier tiles, written and read together with the weights. Row
     # STAGES: factors of the final sums, guarded by `scale_full` and `scale_empty`. All factors share an array, because
     # an array takes at least 1024 bytes.

@@ -26,7 +26,7 @@ def negate(x: jax.Array) -> jax.Array:
 @negate.mosaic
 def _(x):
     def emit(x):
-        zero = mlir.f32(0.0)
+        zero = mlir.Scalar(0.0)
         return [mlir.ptx("sub.f32 $0, $1, $2;", zero, value, results=zero.type, pure=True) for value in mlir.values(x)]
 
     return vectors.inline(emit, x, returns=x)
