@@ -43,7 +43,7 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        self._stop_watching()
+        self._watch_head()
 
     def data_received(self, data):
         super().data_received(data)
@@ -54,24 +54,23 @@ class _Protocol(H11Protocol):
         self._refuse(APIError(msg))
 
     def _watch_head(self):
-        """Starts the timer if a request's head is expected and no timer runs. Stops it when the head is complete."""
+        """Starts the timer if a request's head is expected and no timer runs.
+
+        Stops the timer if the head is complete or the connection closes.
+        """
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._stop_watching()
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
         elif self._head_timer is None:
             error = APIError(f"the head of the request did not arrive within {_HEAD_SECONDS:g} seconds", 408)
             self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._refuse, error)
-
-    def _stop_watching(self):
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
     def _refuse(self, error):
         """Sends an error, unless a response has begun already, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             response = error.response()
-            headers = [*response.raw_headers, (b"connection", b"close")]
-            head = h11.Response(status_code=error.status, headers=headers)
+            head = h11.Response(status_code=error.status, headers=[*response.raw_headers, (b"connection", b"close")])
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
