@@ -357,10 +357,10 @@ class Engine(Summarized):
         """
         if request.finish_reason is None:
             self._check_unfinished(request)
-        shown = 0
+        position = request.prompt_length
         while True:
-            for token in request.tokens_from(request.prompt_length + shown):
-                shown += 1
+            for token in request.tokens_from(position):
+                position += 1
                 yield token
             if request.finish_reason is not None:
                 break

@@ -86,8 +86,7 @@ class EngineConfig:
             check_drafts(schema, DraftOptions(draft_tokens, self.min_confidence))
         else:
             check(not self.min_confidence, f"min_confidence={self.min_confidence} needs drafter='model'")
-        config = dataclasses.replace(self, draft_tokens=draft_tokens)
-        decode_size = config.decode_size(slots)
+        decode_size = slots * (1 + draft_tokens)
         check(
             self.token_budget >= decode_size,
             f"token_budget={self.token_budget} must be at least {decode_size}: {1 + draft_tokens} for each of "
@@ -105,7 +104,8 @@ class EngineConfig:
         check(not unknown, f"record_decisions={unknown} are unknown; known: {', '.join(names)}")
         can_overlap = drafter is None or (on_device and not self.min_confidence)
         recorded = tuple(name for name in names if name in record)
-        return dataclasses.replace(config, overlap=self.overlap and can_overlap, record_decisions=recorded)
+        overlap = self.overlap and can_overlap
+        return dataclasses.replace(self, draft_tokens=draft_tokens, overlap=overlap, record_decisions=recorded)
 
     def decode_size(self, slots: int) -> int:
         """Returns the maximum number of tokens in a decode step of `slots` requests, a token and its drafts each."""

@@ -56,11 +56,11 @@ def stream(
         for i, prompt in enumerate(prompts):
             engine.add(prompt, max_new_tokens=max_new_tokens, seed=seed + i, **params)
         while engine.busy:
-            for output in engine.step():
-                if output.request.error is not None:
-                    raise output.request.error
-                for token in output.tokens:
-                    yield output.request.order, token
+            for request, tokens in engine.step():
+                if request.error is not None:
+                    raise request.error
+                for token in tokens:
+                    yield request.order, token
 
 
 def generate(

@@ -177,8 +177,8 @@ class StepRunner:
         if processor is None:
             return
         if self._processor is None:
-            states = [processor.state] * self._manager.schema.max_requests
-            self._processor = devices.put(processor.stacked(states), "slots")
+            states = processor.stacked([processor.state] * self._manager.schema.max_requests)
+            self._processor = devices.put(states, "slots")
         slots = np.array([request.slot for request in requests], int)
         admitted = self._manager.admission_times[slots]
         for i in np.flatnonzero(self._begun[slots] != admitted).tolist():

@@ -212,8 +212,7 @@ class Scheduler:
         """
         running = tuple(self.running)
         self.current = running
-        newest_tokens = [np.zeros((1,), np.int32)] * len(running)  # placeholders
-        schedule = Schedule.of(running, newest_tokens)
+        schedule = Schedule.of(running, [np.zeros((1,), np.int32)] * len(running))  # zeros for the newest tokens
         slots = schedule.numbers["slot"]
         known = np.array([request.num_tokens for request in running], int)
         limits = np.array([request.max_tokens for request in running], int)

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
 from dsv4_jax.serve.answers import CompletionAnswer, EventStream
@@ -93,7 +93,7 @@ class AuthMiddleware:
     app: ASGIApp
     service: Service
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         paths = [route.path for route in scope["app"].routes]

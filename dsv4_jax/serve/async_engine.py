@@ -265,8 +265,7 @@ class AsyncEngine:
             _log.exception("a step failed: its requests end with an error")
             failed = [request for request in engine.last_scheduled if request.finish_reason is None]
             return self._end({self._running.get(request) for request in failed}, "error", error)
-        for output in outputs:
-            request = output.request
+        for request, _ in outputs:
             key = self._running.get(request)
             if key is None:  # the request was cancelled, or ended by an error
                 continue

@@ -204,9 +204,11 @@ class Chat:
           (parser, blocks). `blocks` is the `CallBlocks` that turns tokens into the parser's input; None if the parser
           reads the answer's text.
         """
-        no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
-        stage = recipe.ThinkingInitialStage.ContentContinuation
-        plain = recipe.ParsingOptions(parse_tool_calls=False, thinking_initial_stage=stage, special_tokens=no_tokens)
+        plain = recipe.ParsingOptions(
+            parse_tool_calls=False,
+            thinking_initial_stage=recipe.ThinkingInitialStage.ContentContinuation,
+            special_tokens=recipe.SpecialTokens(thinking_start="\0", thinking_end="\0"),
+        )
         return recipe.StreamProcessor(generator, plain), None
 
 
@@ -240,7 +242,7 @@ class ReleaseChat(Chat):
         messages = list(_in_place(conversation.messages))
         return self._encoding.encode(_changed(conversation, messages=messages, reasoning_effort=name))
 
-    def encode(self, conversation: recipe.Conversation, effort: int | None = None) -> list[int]:
+    def encode(self, conversation, effort=None):
         """Returns the prompt as token ids. Past answers with tool calls have the tokens that the model wrote."""
         ids = self._encode(conversation, effort)
         written = [m for m in conversation.messages if m.role == "assistant" and not m.prefix]
@@ -260,7 +262,7 @@ class ReleaseChat(Chat):
                 ids[begin:end] = answer.tokens.tolist()
         return ids
 
-    def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
+    def remember(self, prompt, message, tokens):
         # An answer with tool calls is stored if its prompt ends with `<think>` or `</think>`, perhaps followed by the
         # beginning of a required tool call. Any other prompt ends within a message, which the answer continues.
         begin = max(i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"]))
@@ -268,7 +270,7 @@ class ReleaseChat(Chat):
             answer = PastAnswer(message, np.array([*prompt[begin:], *tokens], np.int32))
             self._past.add(message.tool_calls[0].id, answer)
 
-    def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
+    def parser(self, converted, generator):
         parsing = converted.parsing
         parsing.special_tokens = self._names
         blocks = CallBlocks(

@@ -9,7 +9,6 @@ import deepseek_recipe as recipe
 
 from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
-from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.call_blocks import CallBlocks
 from dsv4_jax.serve.chat import Chat, Converted
 from dsv4_jax.serve.choices import Choice
@@ -54,7 +53,7 @@ class ParsedChoice(Choice):
         """The answer so far, as JSON."""
         return json.loads(self._answer.to_json())
 
-    def take(self, update: Update) -> None:
+    def take(self, update):
         request = update.request
         if not self.scored and request is not None:
             usage = recipe.PromptUsage(
@@ -249,7 +248,7 @@ class ResponsesAnswer(ParsedAnswer):
         return generator.with_namespace_tool_map(request.namespace_tool_map(self._chat.options))
 
     @property
-    def headers(self) -> dict[str, str]:
+    def headers(self):
         some = itertools.islice(self._body.left_out.items(), 8)
         left_out = ", ".join(f"tools[{i}] ({ascii(kind[:40])})" for i, kind in some)
         return {"Warning": f'299 - "left out, since this server runs no tools: {left_out}"'} if left_out else {}

@@ -109,11 +109,6 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] = False
 
 
-def _listed(stop):
-    """Returns a list of stop strings, also for a single one."""
-    return [stop] if isinstance(stop, str) else stop
-
-
 def _greedy_if_tiny(temperature):
     """Returns 0 for a temperature below the smallest that the engine takes."""
     return 0.0 if isinstance(temperature, float) and 0 < temperature < 1e-5 else temperature
@@ -146,7 +141,7 @@ class GenerationBody(_Body):
     # 0 and -1 mean all tokens, as in vLLM.
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))] = 0
     seed: int | None = None
-    stop: Annotated[_Stops, BeforeValidator(_listed)] = []
+    stop: Annotated[_Stops, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     stop_token_ids: _List[int] = Field([], max_length=1024)
     ignore_eos: bool = False
     cache_salt: str = Field("", min_length=1)  # vLLM's field: requests share prefixes only with the same salt
@@ -184,7 +179,7 @@ class CompletionBody(GenerationBody):
         return self
 
     @property
-    def num_top(self) -> int | None:
+    def num_top(self):
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.logprobs
 
@@ -312,11 +307,11 @@ class ChatBody(_ChatBody):
         return self
 
     @property
-    def num_top(self) -> int | None:
+    def num_top(self):
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def asked(self) -> JSONObject:
+    def asked(self):
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         names = {"model", "stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
@@ -395,7 +390,7 @@ class ResponsesBody(_OneAnswerBody):
             if isinstance(kind := tool.get("type"), str) and kind not in self._tool_types
         }
 
-    def asked(self) -> JSONObject:
+    def asked(self):
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         asked = super().asked()
         return asked | {"tools": [tool for i, tool in enumerate(asked.get("tools", ())) if i not in self.left_out]}
@@ -440,7 +435,7 @@ class MessagesBody(_OneAnswerBody):
             raise ValueError("output_config.format: needs type 'json_schema' and a schema")
         return self
 
-    def conversation(self) -> tuple[JSONObject, set[str]]:
+    def conversation(self):
         """Returns the same as the base class, without redacted reasoning in messages.
 
         Raises APIError if `thread` is set. The error makes Anthropic's client package send all messages instead.

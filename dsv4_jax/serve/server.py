@@ -3,8 +3,6 @@
 import asyncio
 import resource
 import signal
-import socket
-from types import FrameType
 from typing import Any
 
 import h11
@@ -37,8 +35,6 @@ class _Protocol(H11Protocol):
             silent = [c for c in connections if c._head_timer and not c.transport.is_closing()]
             oldest = min(silent, key=lambda c: c._head_timer.when(), default=self)
             oldest._refuse(unavailable("the server has too many connections"))
-            if oldest is self:
-                return
         self._watch_head()
 
     def connection_lost(self, exc):
@@ -100,13 +96,13 @@ class HTTPServer(uvicorn.Server):
         self._service: Service = app.state.service
         self._grace_seconds = grace_seconds
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig, frame):
         """Overrides uvicorn's handler of signals, which would raise the signal again after a graceful shutdown."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    async def shutdown(self, sockets=None):
         """Refuses new requests, waits for running ones up to `grace_seconds`, and shuts down as uvicorn does."""
         self._service.stopping = True
         error = unavailable("the server is stopping, and this request took too long")

@@ -1,9 +1,7 @@
 """The server's metrics, in the text format of Prometheus."""
 
-from collections.abc import Iterator
-
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from dsv4_jax.serve.async_engine import AsyncEngine
 
@@ -82,7 +80,7 @@ class ServerMetrics:
         """Returns the current metrics as text."""
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self):
         """Yields the metrics of the engine. Prometheus's registry calls it for `text`."""
         metrics = self._engine.metrics
         schema = self._engine.engine.manager.schema
