@@ -24,7 +24,6 @@ class Drafter(Protocol):
         Returns:
           0 to `count` token ids.
         """
-        ...
 
 
 class PromptLookup:

@@ -4,19 +4,16 @@ import contextlib
 import dataclasses
 import itertools
 import reprlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.common.arguments import check_choice, check_type
+from dsv4_jax.common.arguments import check, check_choice, check_type
 from dsv4_jax.common.summary import Summarized
-from dsv4_jax.decode.drafts import DraftOptions
-from dsv4_jax.decode.exact_logprobs import RolloutShape
-from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.step import Model
+from dsv4_jax.decode import CompiledModel, DraftOptions, Model, RolloutShape
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics
@@ -24,7 +21,7 @@ from dsv4_jax.engine.requests import Output, Request, RequestParams, check_no_re
 from dsv4_jax.engine.runner import StepRunner
 from dsv4_jax.engine.scheduler import Scheduler
 from dsv4_jax.engine.steps import LaunchedStep
-from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache
+from dsv4_jax.host import CacheFullError, KVCacheManager, PrefixCache, TokenIds
 from dsv4_jax.parallel.processes import lost_process_named
 
 
@@ -69,6 +66,9 @@ class Engine(Summarized):
       >>> engine.close()
     """
 
+    _launched: LaunchedStep | None = None  # the step that runs between two calls of `step`
+    _experts = None
+
     def __init__(
         self,
         model: Model,
@@ -96,11 +96,12 @@ class Engine(Summarized):
           ValueError: the manager holds requests, the cache or `prefix` belongs to another manager, the model has no
             draft layers for "model", or an option is out of the range that `EngineConfig` states.
         """
-        check_no_requests(manager)
         if cache is not None:
             manager.check_cache(cache)
-        if prefix is not None and not prefix.serves(manager):
-            raise ValueError("prefix is the prefix cache of another manager, or a later one has taken its place")
+        check(
+            prefix is None or prefix.serves(manager),
+            "prefix is the prefix cache of another manager, or a later one has taken its place",
+        )
         model = CompiledModel.of(model)
         self._runner = _make_runner(model, manager, drafter, options)
         self.manager = manager
@@ -108,19 +109,17 @@ class Engine(Summarized):
         self.config = self._runner.config
         self._metrics = EngineMetrics()
         cache = manager.init_cache() if cache is None else cache
-        self._experts = None
         if model.expert_memory is not None:
             cache = cache.with_expert_counts()  # even if none can move: `begin_programs` compiles for these counts
             self._experts = model.expert_memory.migration
         if self._experts is not None:
             self._experts.start(cache.expert_counts, manager.schema.config.num_experts_per_tok)
         host_drafter = None if isinstance(drafter, str) else drafter
-        scheduler = Scheduler(manager, cache, self._metrics, self.config, drafter=host_drafter, prefix=prefix)
+        scheduler = Scheduler(manager, cache, self._metrics, self.config, host_drafter, prefix)
         self._scheduler = scheduler
         if prefix is not None and prefix.files is not None:
             prefix.get_cache = lambda: scheduler.cache
         self._orders = itertools.count()
-        self._launched: LaunchedStep | None = None  # the step that runs between two calls of `step`
 
     @staticmethod
     def begin_programs(
@@ -144,11 +143,9 @@ class Engine(Summarized):
         Raises:
           TypeError, ValueError: as for the engine.
         """
-        check_no_requests(manager)
+        runner = _make_runner(outline, manager, drafter, options)
         cache = manager.abstract_cache()
-        if outline.expert_memory is not None:
-            cache = cache.with_expert_counts()
-        _make_runner(outline, manager, drafter, options).begin_programs(cache)
+        runner.begin_programs(cache if outline.expert_memory is None else cache.with_expert_counts())
 
     def _summary(self) -> dict[str, Any]:
         running = self.running
@@ -191,14 +188,14 @@ class Engine(Summarized):
           ValueError: the engine is not batch-invariant, so it has several programs; or its cache has
             `context_parallel`.
         """
-        if not self.config.batch_invariant:
-            raise ValueError(
-                "the bits of log-probabilities depend on the batch: make the engine with batch_invariant=True"
-            )
-        if self.manager.schema.context_parallel:
-            raise ValueError(
-                "context_parallel=True: attention adds up in an order that depends on which device has which block"
-            )
+        check(
+            self.config.batch_invariant,
+            "the bits of log-probabilities depend on the batch: make the engine with batch_invariant=True",
+        )
+        check(
+            not self.manager.schema.context_parallel,
+            "context_parallel=True: attention adds up in an order that depends on which device has which block",
+        )
         return RolloutShape(self.manager.schema, self.config.token_budget, self._runner.decode_size)
 
     @property
@@ -208,7 +205,7 @@ class Engine(Summarized):
         return dataclasses.replace(
             self._metrics,
             blocks=schema.num_blocks - self.manager.free_blocks,
-            slots=schema.max_requests - self.manager.free_slots,
+            slots=len(self.manager.slots),
             schema=schema,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -217,7 +214,7 @@ class Engine(Summarized):
             experts=None if self._experts is None else dataclasses.replace(self._experts.metrics),
         )
 
-    def add(self, prompt: Sequence[int] | np.ndarray, *, id: Hashable = None, **params: Any) -> Request:
+    def add(self, prompt: TokenIds, *, id: Hashable = None, **params: Any) -> Request:
         """Queues a request, which a later `step` runs, and returns it.
 
         Args:
@@ -235,8 +232,7 @@ class Engine(Summarized):
         limit = self.config.draft_tokens or 0
         ids = check_request(self.manager, prompt, checked.max_new_tokens)
         draft_tokens = limit if checked.draft_tokens is None else checked.draft_tokens
-        if draft_tokens > limit:
-            raise ValueError(f"{draft_tokens=} must be from 0 to {limit}, the engine's draft_tokens")
+        check(draft_tokens <= limit, f"{draft_tokens=} must be from 0 to {limit}, the engine's draft_tokens")
         vocab_size = self.manager.schema.config.vocab_size
         if checked.grammar is not None and (size := checked.grammar.vocabulary.size) != vocab_size:
             raise ValueError(f"grammar: its vocabulary has {size} tokens, the model's has {vocab_size}")
@@ -245,8 +241,8 @@ class Engine(Summarized):
         top_logprobs = checked.top_logprobs
         prompt_logprobs = checked.prompt_logprobs
         max_logprobs = self.config.max_logprobs
-        if max(top_logprobs, prompt_logprobs) > max_logprobs:
-            raise ValueError(f"{top_logprobs=}, {prompt_logprobs=}: the engine has {max_logprobs=}")
+        has_room = max(top_logprobs, prompt_logprobs) <= max_logprobs
+        check(has_room, f"{top_logprobs=}, {prompt_logprobs=}: the engine has {max_logprobs=}")
         logits_state = checked.logits_state
         if logits_state is not None:
             if (processor := self.config.logits_processor) is None:
@@ -277,8 +273,7 @@ class Engine(Summarized):
           ValueError: the request has finished or belongs to another engine, or `seeds` is empty.
         """
         self._check_unfinished(request)
-        if isinstance(seeds, int):
-            raise TypeError(f"{seeds=} must be a sequence with a seed for each new request, such as [{seeds}]")
+        check_type("seeds", seeds, Collection, f"a sequence with a seed for each new request, such as [{seeds}]")
         if not len(seeds):
             raise ValueError("seeds is empty: give one for each new request")
         children = [request.child(seed=seed, order=self._next_order()) for seed in seeds]
@@ -362,10 +357,10 @@ class Engine(Summarized):
         """
         if request.finish_reason is None:
             self._check_unfinished(request)
-        shown = 0
+        position = request.prompt_length
         while True:
-            for token in request.tokens_from(request.prompt_length + shown):
-                shown += 1
+            for token in request.tokens_from(position):
+                position += 1
                 yield token
             if request.finish_reason is not None:
                 break
@@ -409,8 +404,7 @@ class Engine(Summarized):
           ValueError: requests are running.
         """
         scheduler = self._scheduler
-        if scheduler.running:
-            raise ValueError(f"{len(scheduler.running)} requests are running: warm up before the first step")
+        check(not scheduler.running, f"{len(scheduler.running)} requests are running: warm up before the first step")
         with self._restart_on_error():
             sizes, scheduler.cache = self._runner.warm_up(scheduler.cache, self.prefix)
         if self._experts is not None:  # forgets the experts that the warm-up's tokens selected
@@ -453,15 +447,16 @@ class Engine(Summarized):
             self._metrics.restarts += 1
             raise
 
-    def _launch(self, decode: bool, after: LaunchedStep | None = None) -> LaunchedStep | None:
+    def _launch(self, decode, after=None):
         """Schedules a step and launches it, without waiting for it.
 
         Args:
           decode: as for `step`.
-          after: the previous step, if its tokens were not read yet. The new step takes them from the device.
+          after: the previous LaunchedStep, if its tokens were not read yet. The new step takes them from the device.
 
         Returns:
-          The step; None if there is nothing to run, or if it can only be launched after the tokens of `after` are read.
+          The new LaunchedStep; None if there is nothing to run, or if the step can only be launched after the tokens of
+          `after` are read.
         """
         scheduler = self._scheduler
         if after is not None:
@@ -481,7 +476,7 @@ class Engine(Summarized):
         launched, scheduler.cache = self._runner(scheduler.cache, schedule, after)
         return self._runner.draw(launched) if after is None else launched
 
-    def _read(self, launched: LaunchedStep) -> None:
+    def _read(self, launched):
         """Waits for a step's output and gives each request its tokens."""
         scheduler = self._scheduler
         scheduler.current = launched.schedule.requests
@@ -495,14 +490,14 @@ class Engine(Summarized):
         return next(order for order in self._orders if order not in self._scheduler.requests)
 
     def _check_unfinished(self, request):
-        if request.finish_reason is not None:
-            raise ValueError(f"request {request.id!r} has finished ({request.finish_reason})")
-        if self._scheduler.requests.get(request.id) is not request:
-            raise ValueError(f"request {request.id!r} belongs to another engine")
+        check(request.finish_reason is None, f"request {request.id!r} has finished ({request.finish_reason})")
+        is_here = self._scheduler.requests.get(request.id) is request
+        check(is_here, f"request {request.id!r} belongs to another engine")
 
 
 def _make_runner(model, manager, drafter, options):
     """Returns the StepRunner of an engine; arguments as for `Engine`, `options` as a dict."""
+    check_no_requests(manager)
     config = EngineConfig(**options).resolve(manager, drafter)
     if config.record_decisions and not hasattr(model, "forward_decisions"):
         kind = type(model.module).__name__

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dsv4_jax.cache import Decisions
-from dsv4_jax.common.arguments import check_flag, check_type, check_whole
-from dsv4_jax.decode.drafts import DraftOptions, check_drafts
-from dsv4_jax.decode.logits_processor import LogitsProcessor
+from dsv4_jax.common.arguments import check, check_flag, check_type, check_whole
+from dsv4_jax.decode import DraftOptions, LogitsProcessor
+from dsv4_jax.decode.drafts import check_drafts
 from dsv4_jax.engine.drafters import Drafter
 from dsv4_jax.host import KVCacheManager
 
@@ -69,29 +69,29 @@ class EngineConfig:
         draft_tokens = self.draft_tokens
         spare = schema.max_query_tokens - 1
         on_device = drafter == "model"
-        if not (drafter is None or on_device or isinstance(drafter, Drafter)):
-            raise ValueError(f"{drafter=} must be 'model', an object with a method `draft`, or None")
+        is_drafter = drafter is None or on_device or isinstance(drafter, Drafter)
+        check(is_drafter, f"{drafter=} must be 'model', an object with a method `draft`, or None")
         for name in ("batch_invariant", "overlap", "structured_output"):
             check_flag(name, getattr(self, name))
         check_whole("token_budget", self.token_budget)
         if draft_tokens is None:
             draft_tokens = spare if drafter is not None else 0
         check_whole("draft_tokens", draft_tokens)
-        if not (0 <= draft_tokens <= spare) or (draft_tokens > 0) != (drafter is not None):
-            raise ValueError(
-                f"{draft_tokens=} must be 0 without a drafter and at least 1 with one; the manager's "
-                f"max_query_tokens={spare + 1} allows up to {spare}"
-            )
+        check(
+            0 <= draft_tokens <= spare and (draft_tokens > 0) == (drafter is not None),
+            f"{draft_tokens=} must be 0 without a drafter and at least 1 with one; the manager's "
+            f"max_query_tokens={spare + 1} allows up to {spare}",
+        )
         if on_device:
             check_drafts(schema, DraftOptions(draft_tokens, self.min_confidence))
-        elif self.min_confidence:
-            raise ValueError(f"min_confidence={self.min_confidence} needs drafter='model'")
-        config = dataclasses.replace(self, draft_tokens=draft_tokens)
-        if self.token_budget < (decode_size := config.decode_size(slots)):
-            raise ValueError(
-                f"token_budget={self.token_budget} must be at least {decode_size}: {1 + draft_tokens} for each of "
-                f"{slots} requests"
-            )
+        else:
+            check(not self.min_confidence, f"min_confidence={self.min_confidence} needs drafter='model'")
+        decode_size = slots * (1 + draft_tokens)
+        check(
+            self.token_budget >= decode_size,
+            f"token_budget={self.token_budget} must be at least {decode_size}: {1 + draft_tokens} for each of "
+            f"{slots} requests",
+        )
         if (processor := self.logits_processor) is not None:
             check_type("logits_processor", processor, LogitsProcessor, "a LogitsProcessor")
             processor.check(schema.config.vocab_size)
@@ -100,11 +100,12 @@ class EngineConfig:
         names = [field.name for field in dataclasses.fields(Decisions)]
         if isinstance(record, str) or not isinstance(record, Iterable):
             raise TypeError(f"record_decisions={record!r} must be a sequence of names, such as {names}")
-        if unknown := sorted({*record} - {*names}):
-            raise ValueError(f"record_decisions={unknown} are unknown; known: {', '.join(names)}")
+        unknown = sorted({*record} - {*names})
+        check(not unknown, f"record_decisions={unknown} are unknown; known: {', '.join(names)}")
         can_overlap = drafter is None or (on_device and not self.min_confidence)
         recorded = tuple(name for name in names if name in record)
-        return dataclasses.replace(config, overlap=self.overlap and can_overlap, record_decisions=recorded)
+        overlap = self.overlap and can_overlap
+        return dataclasses.replace(self, draft_tokens=draft_tokens, overlap=overlap, record_decisions=recorded)
 
     def decode_size(self, slots: int) -> int:
         """Returns the maximum number of tokens in a decode step of `slots` requests, a token and its drafts each."""

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from dsv4_jax.common.arguments import check_whole
-from dsv4_jax.decode.drafts import DraftOptions
-from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import GREEDY, SamplingParams
-from dsv4_jax.decode.step import Model
+from dsv4_jax.decode import CompiledModel, DraftOptions, Model, SamplingParams
+from dsv4_jax.decode.sampling import GREEDY
 from dsv4_jax.engine.engine import Engine
 from dsv4_jax.engine.requests import Request, check_request, check_stop_tokens
 from dsv4_jax.host import CacheFullError, KVCacheManager
@@ -58,11 +56,11 @@ def stream(
         for i, prompt in enumerate(prompts):
             engine.add(prompt, max_new_tokens=max_new_tokens, seed=seed + i, **params)
         while engine.busy:
-            for output in engine.step():
-                if output.request.error is not None:
-                    raise output.request.error
-                for token in output.tokens:
-                    yield output.request.order, token
+            for request, tokens in engine.step():
+                if request.error is not None:
+                    raise request.error
+                for token in tokens:
+                    yield request.order, token
 
 
 def generate(
@@ -100,8 +98,17 @@ def generate(
         if num_fitting < len(prompts):
             message = f"{len(prompts)} prompts do not fit at once ({num_fitting} do); use stream, or a larger cache"
             raise CacheFullError(message)
-        params = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_tokens": stop_tokens}
-        requests = [engine.add(prompt, seed=seed + i, adapter=adapter, **params) for i, prompt in enumerate(prompts)]
+        requests = [
+            engine.add(
+                prompt,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                seed=seed + i,
+                stop_tokens=stop_tokens,
+                adapter=adapter,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
         prefill(engine, requests)
         seeds = np.zeros((manager.schema.max_requests,), np.uint32)
         for request in requests:
@@ -163,7 +170,7 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
       CacheFullError: a request waits for a slot or for blocks that running requests hold.
       Exception: the `error` of a request that failed.
     """
-    while any(r.slot < 0 or engine.manager.length(r.slot) < len(r.tokens) - 1 for r in requests):
+    while any(r.slot < 0 or engine.manager.length(r.slot) < r.num_tokens - 1 for r in requests):
         num_steps = engine.metrics.steps
         engine.step(decode=False)
         for request in requests:

@@ -1,5 +1,6 @@
 """Grammars for structured output, by the package llguidance: a JSON schema, a regular expression or a Lark grammar."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -15,6 +16,9 @@ from llguidance.numpy import (
     fill_next_token_bitmask_par_with_draft_tokens,
 )
 from tokenizers import Tokenizer
+
+
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 
 class Vocabulary:
@@ -68,7 +72,7 @@ class Grammar:
         """See `Vocabulary.compile`."""
         self.vocabulary = vocabulary
         text = llguidance.LLMatcher.grammar_from_lark(lark)
-        self._matcher = llguidance.LLMatcher(vocabulary._tokenizer, text, log_level=0, limits=_limits())
+        self._matcher = llguidance.LLMatcher(vocabulary._tokenizer, text, log_level=0, limits=_LIMITS)
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error().partition("\n<state>")[0])
 
@@ -77,17 +81,18 @@ class Grammar:
         return GrammarMatcher(self._matcher.deep_copy())
 
 
+@dataclasses.dataclass(eq=False)
 class GrammarMatcher:
     """The state of a grammar after the tokens that a request has drawn. `token_masks` finds the allowed next tokens.
+
+    `Grammar.start` makes it.
 
     Attributes:
       num_tokens: number of tokens that the matcher has read.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int = 0):
-        """Wraps llguidance's matcher; call `Grammar.start` instead."""
-        self._matcher = matcher
-        self.num_tokens = num_tokens
+    _matcher: llguidance.LLMatcher
+    num_tokens: int = 0
 
     def copy(self) -> "GrammarMatcher":
         """Returns an independent matcher in the same state."""
@@ -177,14 +182,10 @@ def json_rule(schema: Any, is_lenient: bool = False) -> str:
 def json_fault(schema: Any, is_lenient: bool = False) -> str:
     """Returns the reason why `json_rule` with these arguments is invalid; an empty string if it is valid."""
     lark = llguidance.LLMatcher.grammar_from_lark(f"start: {json_rule(schema, is_lenient)}")
-    fault = llguidance.LLMatcher.validate_grammar(lark, limits=_limits())
+    fault = llguidance.LLMatcher.validate_grammar(lark, limits=_LIMITS)
     return " ".join(fault.partition("\n   1 | ")[0].rpartition("JSON schema: ")[2].split())
 
 
 @functools.cache
-def _executor() -> llguidance.LLExecutor:
+def _executor():
     return llguidance.LLExecutor()
-
-
-def _limits() -> llguidance.LLParserLimits:
-    return llguidance.LLParserLimits(verbose_errors=False)

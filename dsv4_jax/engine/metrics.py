@@ -79,7 +79,7 @@ class EngineMetrics:
     def table(self) -> Table:
         """Returns a table of all counters, rates and pools for the terminal: `rich.print(metrics.table())`."""
         table = Table("", "", title="Engine", show_header=False, title_justify="left")
-        files = None if self.prefix is None else self.prefix.files
+        files = getattr(self.prefix, "files", None)
         groups = {"": self, "prefix ": self.prefix, "prefix file ": files, "expert ": self.experts}
         for group, counters in groups.items():
             if counters is None:

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import reprlib
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,13 +13,14 @@ from dsv4_jax.cache import Decisions
 from dsv4_jax.common.arguments import check_flag, check_type, check_whole
 from dsv4_jax.common.summary import Share, Summarized
 from dsv4_jax.decode.sampling import GREEDY, SamplingParams, TopLogprobs
-from dsv4_jax.host import KVCacheManager, OffloadedRequest
+from dsv4_jax.host import KVCacheManager, OffloadedRequest, TokenIds
 
 
 if TYPE_CHECKING:  # llguidance comes with the extra "serve"
     from dsv4_jax.engine.grammar import Grammar
 
 FinishReason = Literal["length", "stop", "cancelled", "error"]
+NO_DRAFTS = np.zeros((0,), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +107,24 @@ class Request(Summarized):
       matcher: GrammarMatcher of its new tokens; None without a grammar.
       slot: its slot in the cache while it runs, else -1.
       offloaded: OffloadedRequest with its bytes, while it waits after a preemption or a fork; else None.
+      recorded: {field of `Decisions`: array with room for the decisions of all tokens}; empty until decisions are kept.
     """
+
+    drafted_tokens = 0
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    cached_tokens = 0
+    slot = -1
+    offloaded: OffloadedRequest | None = None
 
     def __init__(self, id: Hashable, prompt: np.ndarray, params: RequestParams, *, order: int):
         """Makes a request that has not run; `prompt` is [n] int32."""
         self.id = id
         self.params = params
         self.order = order
-        self.device_drafts = np.zeros((0,), np.int32)
-        self.drafted_tokens = 0
+        self.device_drafts = NO_DRAFTS
         self.accepted = []
-        self.finish_reason: FinishReason | None = None
-        self.error: Exception | None = None
-        self.cached_tokens = 0
-        self.slot = -1
         self.matcher = None if params.grammar is None else params.grammar.start()
-        self.offloaded: OffloadedRequest | None = None
         # This array has room for all tokens that the request can ever have, so that no step has to copy it. The first
         # `num_tokens` entries are known.
         self._ids = np.concatenate([prompt, np.zeros((params.max_new_tokens,), np.int32)])
@@ -132,8 +135,7 @@ class Request(Summarized):
         self._logprobs = np.zeros((self.max_tokens,))
         shape = self.max_tokens, params.top_logprobs
         self._top = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        # {field of `Decisions`: array with room for the decisions of all tokens}; empty until decisions are kept.
-        self._decisions: dict[str, np.ndarray] = {}
+        self.recorded: dict[str, np.ndarray] = {}
 
     @property
     def progress(self) -> Share:
@@ -151,8 +153,7 @@ class Request(Summarized):
         The copy continues from the current tokens with another seed, and its id is `order`.
         """
         child = copy.copy(self)
-        child.id = order
-        child.order = order
+        child.id = child.order = order
         child.slot = -1
         child.offloaded = None
         child.params = dataclasses.replace(self.params, seed=seed)
@@ -161,8 +162,8 @@ class Request(Summarized):
         child._logprobs = self._logprobs.copy()
         child.accepted = self.accepted.copy()
         child._top = copy.deepcopy(self._top)
-        child._decisions = {}
-        child.keep_decisions(0, self._decisions, slice(0, self.num_tokens))
+        child.recorded = {}
+        child.keep_decisions(0, Decisions(**self.recorded), slice(0, self.num_tokens))
         return child
 
     @property
@@ -225,28 +226,26 @@ class Request(Summarized):
         The codes are 0 for tokens that the request has not run itself: those that the prefix cache held, and the newest
         one. None if the engine records no decisions (`EngineConfig.record_decisions`) or no step has been read yet.
         """
-        if not self._decisions:
+        if not self.recorded:
             return None
-        return Decisions(**{name: codes[: self.num_tokens].copy() for name, codes in self._decisions.items()})
+        return Decisions(**{name: codes[: self.num_tokens].copy() for name, codes in self.recorded.items()})
 
-    def keep_decisions(self, start: int, fields: Mapping[str, np.ndarray], rows: slice) -> None:
+    def keep_decisions(self, start: int, decisions: Decisions, rows: slice) -> None:
         """Keeps the decisions of consecutive tokens of the request, except those of its newest token.
 
         Args:
           start: position of the first of these tokens.
-          fields: {field of `Decisions`: array [T, ...] of codes}.
+          decisions: Decisions [T, ...] of NumPy arrays.
           rows: slice of the arrays' first axis that belongs to these tokens.
         """
         count = max(0, self.num_tokens - 1 - start)
-        for name, codes in fields.items():
-            if name not in self._decisions:  # pages of zeros take no memory until they are written
-                self._decisions[name] = np.zeros((self.max_tokens, *codes.shape[1:]), codes.dtype)
+        for name, codes in vars(decisions).items():
+            if codes is None:
+                continue
+            if name not in self.recorded:  # pages of zeros take no memory until they are written
+                self.recorded[name] = np.zeros((self.max_tokens, *codes.shape[1:]), codes.dtype)
             kept = codes[rows][:count]
-            self._decisions[name][start : start + len(kept)] = kept
-
-    def forget_decisions(self) -> None:
-        """Forgets all recorded decisions, because other weights will run the tokens again."""
-        self._decisions = {}
+            self.recorded[name][start : start + len(kept)] = kept
 
     @property
     def scores_prompt(self) -> bool:
@@ -272,7 +271,7 @@ class Request(Summarized):
         """The sort key of requests. The request with the lowest rank is served first and preempted last."""
         return -self.params.priority, self.order
 
-    def score(self, start: int, logprobs: Sequence[float] | np.ndarray, top: TopLogprobs | None) -> None:
+    def score(self, start: int, logprobs: Sequence[float], top: TopLogprobs | None) -> None:
         """Keeps the log-probabilities of n consecutive tokens of the request.
 
         Args:
@@ -357,7 +356,7 @@ def check_no_requests(manager: KVCacheManager) -> None:
         raise ValueError(f"the manager must hold no requests, but slots {list(manager.slots)} are admitted")
 
 
-def check_request(manager: KVCacheManager, prompt: Sequence[int] | np.ndarray, max_new_tokens: int) -> np.ndarray:
+def check_request(manager: KVCacheManager, prompt: TokenIds, max_new_tokens: int) -> np.ndarray:
     """Checks the arguments of a request, and returns the prompt's ids [n] int32.
 
     Raises:

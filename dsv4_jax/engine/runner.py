@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,11 +11,17 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.decode.drafts import DraftOptions
-from dsv4_jax.decode.logits_processor import LogitsProcessor, begin_slot
-from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import BatchedSamplingParams, LogprobOptions
-from dsv4_jax.decode.step import EarlierTokens, draw_step, logits_step, sample_step
+from dsv4_jax.decode import (
+    BatchedSamplingParams,
+    CompiledModel,
+    DraftOptions,
+    EarlierTokens,
+    LogitsProcessor,
+    LogprobOptions,
+    sample_step,
+)
+from dsv4_jax.decode.logits_processor import begin_slot
+from dsv4_jax.decode.step import draw_step, logits_step
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.requests import Request, RequestParams
 from dsv4_jax.engine.steps import LaunchedStep, Schedule
@@ -41,6 +47,8 @@ class StepRunner:
       adapter_names: names of the model's adapters, in the order of the adapters' indices.
     """
 
+    _compilations_before = 0
+
     def __init__(
         self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
     ):
@@ -57,14 +65,14 @@ class StepRunner:
         self.config = config
         self._device_drafts = device_drafts
         self.decode_size = config.decode_size(manager.shards.slots)
-        self._compilations_before = model.compilations
+        self._compilations_before = self.compilations
         slots = manager.schema.max_requests
         count = device_drafts.count
+        self._num_rows = manager.shards.count * self.decode_size  # number of output rows of a step in all shards
         # `_no_tokens` takes the place of `LaunchedStep.tokens` if there is no previous step.
-        rows = np.zeros((manager.shards.count * self.decode_size,), np.int32)
+        rows = np.zeros((self._num_rows,), np.int32)
         no_tokens = (rows[:slots], np.zeros((slots, count), np.int32)) if count else rows
         self._no_tokens = manager.devices.put(no_tokens, "tokens")
-        self._processor: LogitsProcessor | None = None  # holds the states of all slots
         self.forget_logits_states()
         self.adapter_names: tuple[str, ...] = getattr(model.module, "adapter_names", ())
         # This keeps the parameters of the previous step's requests by slot, and the result of `_parameters` for them.
@@ -72,12 +80,13 @@ class StepRunner:
 
     @property
     def compilations(self) -> int:
-        """The number of the model's programs that were compiled or loaded since this runner was made."""
-        return self.model.compilations - self._compilations_before
+        """The number of programs of steps that were compiled or loaded since this runner was made."""
+        # The model does not count `draw_step`.
+        return self.model.compilations + draw_step._cache_size() - self._compilations_before
 
     def forget_logits_states(self) -> None:
         """Drops the logits processor's states, which an error may have lost. The next step makes new states."""
-        self._processor = None
+        self._processor: LogitsProcessor | None = None  # holds the states of all slots
         self._begun = np.zeros((self._manager.schema.max_requests,), int)  # admission time of each slot's request
 
     def __call__(
@@ -102,8 +111,7 @@ class StepRunner:
         launched, function, args, options = self._prepare(schedule, after, has_grammars)
         *results, cache = self.model.run(function, cache, *args, **options)
         if function is logits_step:
-            logits, decisions = results
-            return dataclasses.replace(launched, logits=logits, decisions=decisions), cache
+            return dataclasses.replace(launched, undrawn=results), cache
         return self._with_output(launched, *results), cache
 
     def _prepare(self, schedule, after=None, has_grammars=False):
@@ -126,10 +134,9 @@ class StepRunner:
             decode_size=0 if config.batch_invariant else self.decode_size,
         )
         first_tokens = begins + counts - num_rows  # the output rows follow the last `num_rows` tokens of each request
-        fields = slots, num_rows, first_tokens, numbers["source"], begins, counts
-        field_bytes = tuple(field.tobytes() for field in fields)
+        fields = np.stack((slots, num_rows, first_tokens, numbers["source"], begins, counts))
         first_rows, logits_indices, sources = _output_rows(
-            field_bytes, self._manager.shards, len(batch.slots), self.decode_size
+            fields.tobytes(), self._manager.shards, len(batch.slots), self.decode_size
         )
         logprob_options = self._logprob_options(schedule, first_rows) if config.max_logprobs else None
         sampling, seeds, adapters = self._parameters(schedule.requests)
@@ -153,20 +160,12 @@ class StepRunner:
 
         Returns the step with its output. If the step's tokens were drawn already, returns the step as it is.
         """
-        if launched.logits is None:
+        if launched.undrawn is None:
             return launched
+        logits, decisions = launched.undrawn
         masks = self._token_masks(launched)
-        with self._counts_draws():
-            output = draw_step(launched.logits, launched.batch, *launched.drawing, masks, self._processor)
-        output = dataclasses.replace(output, decisions=launched.decisions)
-        return self._with_output(dataclasses.replace(launched, logits=None, decisions=None), output)
-
-    @contextlib.contextmanager
-    def _counts_draws(self):
-        """Adds the body's compilations of `draw_step` to `compilations`. The model does not count this program."""
-        before = draw_step._cache_size()
-        yield
-        self._compilations_before -= draw_step._cache_size() - before
+        output = draw_step(logits, launched.batch, *launched.drawing, masks, self._processor)
+        return self._with_output(launched, dataclasses.replace(output, decisions=decisions))
 
     def _begin_slots(self, requests):
         """Sets the logits processor's state in each slot to which a new request was admitted.
@@ -178,8 +177,8 @@ class StepRunner:
         if processor is None:
             return
         if self._processor is None:
-            states = [processor.state] * self._manager.schema.max_requests
-            self._processor = devices.put(processor.stacked(states), "slots")
+            states = processor.stacked([processor.state] * self._manager.schema.max_requests)
+            self._processor = devices.put(states, "slots")
         slots = np.array([request.slot for request in requests], int)
         admitted = self._manager.admission_times[slots]
         for i in np.flatnonzero(self._begun[slots] != admitted).tolist():
@@ -187,20 +186,18 @@ class StepRunner:
             state = processor.state if request.params.logits_state is None else request.params.logits_state
             tokens = np.zeros((self._manager.schema.max_context,), np.int32)
             tokens[: request.num_generated] = request.generated
-            slot, state, num_generated = devices.put(
-                (np.int32(request.slot), jax.tree.map(np.asarray, state), np.int32(request.num_generated))
-            )
-            self._processor = begin_slot(self._processor, slot, state, devices.put_changed(tokens), num_generated)
+            values = np.int32(request.slot), jax.tree.map(np.array, state), tokens, np.int32(request.num_generated)
+            self._processor = begin_slot(self._processor, *devices.put_changed(values))
             self._begun[request.slot] = admitted[i]
 
     def _with_output(self, launched, output):
         """Returns the step with its output and drawn tokens, and starts the copy of the output to the host."""
         self._processor = output.processor
         tokens = output.tokens if output.last_tokens is None else (output.last_tokens, output.draft_tokens)
-        output = dataclasses.replace(output, last_tokens=None, processor=None)
-        if not launched.wants_top:
-            output = dataclasses.replace(output, top_logprobs=None)
-        return dataclasses.replace(launched, tokens=tokens, output=self._manager.devices.begin_get(output))
+        top = output.top_logprobs if launched.wants_top else None
+        output = dataclasses.replace(output, last_tokens=None, processor=None, top_logprobs=top)
+        output = self._manager.devices.begin_get(output)
+        return dataclasses.replace(launched, undrawn=None, tokens=tokens, output=output)
 
     def _token_masks(self, launched):
         """Returns the `token_mask` of `sample_step` for a step, on the devices.
@@ -213,16 +210,15 @@ class StepRunner:
         rows = []
         numbers = schedule.numbers
         first_rows = launched.first_rows + numbers["num_scored"]
+        num_known = numbers["num_tokens"] - numbers["num_drafts"]
         for i in np.flatnonzero(numbers["samples"]).tolist():
             request = schedule.requests[i]
-            num_drafts = int(numbers["num_drafts"][i])
             if request.matcher is not None and request.finish_reason is None:
                 request.matcher.read(request.tokens_from(request.prompt_length + request.matcher.num_tokens))
-                drafts = schedule.tokens[i][-num_drafts:].tolist() if num_drafts else ()
+                drafts = schedule.tokens[i][num_known[i] :].tolist()
                 rows.append((request.matcher, int(first_rows[i]), drafts))
-        num_rows = self._manager.shards.count * self.decode_size
-        vocab_size = self._manager.schema.config.vocab_size
-        return self._manager.devices.put(token_masks(rows, num_rows, vocab_size), "tokens")
+        masks = token_masks(rows, self._num_rows, self._manager.schema.config.vocab_size)
+        return self._manager.devices.put(masks, "tokens")
 
     def _logprob_options(self, schedule, first_rows):
         """Returns LogprobOptions of NumPy arrays.
@@ -230,7 +226,7 @@ class StepRunner:
         `forced_tokens` has, for each output row, the known token whose log-probability is wanted, or -1. `wants_top` is
         whether any request with output rows asks for the likeliest tokens.
         """
-        forced = np.full((self._manager.shards.count * self.decode_size,), -1, np.int32)
+        forced = np.full((self._num_rows,), -1, np.int32)
         scored = schedule.numbers["num_scored"]
         starts = schedule.numbers["start"]
         for i in np.flatnonzero(scored):
@@ -239,8 +235,8 @@ class StepRunner:
         wants_top = any(r.params.top_logprobs and n for r, n in zip(schedule.requests, schedule.num_rows, strict=True))
         return LogprobOptions(forced, np.array(wants_top), self.config.max_logprobs)
 
-    def _parameters(self, requests: Sequence[Request]) -> tuple[BatchedSamplingParams, np.ndarray, np.ndarray | None]:
-        """Returns the sampling parameters, the seeds and the indices of the adapters, NumPy arrays [slots].
+    def _parameters(self, requests):
+        """Returns the BatchedSamplingParams, the seeds and the indices of the adapters, NumPy arrays [slots].
 
         Slots without a request are greedy. The third item is None if the model has no adapters.
         """
@@ -254,8 +250,7 @@ class StepRunner:
         seeds = np.array([p.seed for p in params], np.uint32)
         adapters = None
         if names := self.adapter_names:
-            numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)}
-            adapters = np.array([numbers.get(p.adapter, -1) for p in params], np.int32)
+            adapters = np.array([-1 if p.adapter is None else names.index(p.adapter) for p in params], np.int32)
         self._last_parameters = params, (sampling, seeds, adapters)
         return sampling, seeds, adapters
 
@@ -268,34 +263,38 @@ class StepRunner:
         """
         manager = self._manager
         sizes = {}
-        with self._counts_draws():
-            for program in self.begin_programs(cache):
-                program.result()
-        for count, has_grammars in self._kinds_of_steps():
-            request = _request_of_zeros(manager, count)
-            slot = request.slot
-            launched, cache = self(cache, Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
+        for program in self.begin_programs(cache):
+            program.result()
+        for schedule, has_grammars in self._trial_steps():
+            (request,) = schedule.requests
+            launched, cache = self(cache, schedule, has_grammars=has_grammars)
             self.draw(launched)
             sizes["mixed" if launched.batch.prefill else "decode"] = len(launched.batch.slots)
-            if count == 1 and not has_grammars:
-                offloaded, cache = offload(manager, cache, slot)
-                slot, cache = resume(manager, cache, offloaded)
+            if request.num_tokens == 1 and not has_grammars:
+                offloaded, cache = offload(manager, cache, request.slot)
+                request.slot, cache = resume(manager, cache, offloaded)
                 if prefix is not None:
-                    cache = prefix.warm_up(cache, slot)
+                    cache = prefix.warm_up(cache, request.slot)
                 with contextlib.suppress(CacheFullError):  # a cache of one slot or block: no request can ever be forked
-                    (child,), cache = manager.fork(cache, slot, 1)
+                    (child,), cache = manager.fork(cache, request.slot, 1)
                     manager.release(child)
-            manager.release(slot)
         return sizes, cache
 
-    def _kinds_of_steps(self):
-        """Returns a step that runs in each program, as (number of tokens of its only request, has_grammars)."""
+    def _trial_steps(self):
+        """Yields (schedule, has_grammars) of a step for each program, which runs zeros of one request.
+
+        The request has a slot until the next step is asked for.
+        """
         schema = self._manager.schema
         # The first count is for the mixed program: it exceeds `max_query_tokens`, if the budget and the context allow
         # it. The second is for the decode program.
         counts = min(schema.max_query_tokens + 1, self.config.token_budget, schema.max_context), 1
         # Programs with grammars come last. They reuse the trace of the model from the other programs.
-        return [(n, masked) for masked in sorted({False, self.config.structured_output}) for n in counts]
+        for has_grammars, count in itertools.product(sorted({False, self.config.structured_output}), counts):
+            request = Request(None, np.zeros((count,), np.int32), NO_REQUEST, order=0)
+            request.slot = self._manager.admit(num_tokens=count)
+            yield Schedule.of([request], [request.tokens]), has_grammars
+            self._manager.release(request.slot)
 
     def begin_programs(self, cache: KVCache) -> list[Future[None]]:
         """Begins to compile the programs of all steps, each in its own thread, and returns the threads' Futures.
@@ -304,12 +303,10 @@ class StepRunner:
         hold the GIL. The arrays of the cache and the model may be `jax.ShapeDtypeStruct` objects.
         """
         steps = []
-        for count, has_grammars in self._kinds_of_steps():
-            request = _request_of_zeros(self._manager, count)
-            launched, *step = self._prepare(Schedule.of([request], [request.tokens]), has_grammars=has_grammars)
+        for schedule, has_grammars in self._trial_steps():
+            launched, *step = self._prepare(schedule, has_grammars=has_grammars)
             masks = self._token_masks(launched) if logits_step in step else None
             steps.append((cache, launched, masks, *step))
-            self._manager.release(request.slot)
         threads = ThreadPoolExecutor(len(steps), "compile-steps")
         try:
             return [threads.submit(self._compile, *step) for step in steps]
@@ -327,19 +324,12 @@ class StepRunner:
             draw_step(jax.device_put(logits), launched.batch, *launched.drawing, masks, self._processor)
 
 
-def _request_of_zeros(manager, count):
-    """Returns a request with a prompt of `count` zeros, for a warm-up, and admits it to a slot."""
-    request = Request(None, np.zeros((count,), np.int32), NO_REQUEST, order=0)
-    request.slot = manager.admit(num_tokens=count)
-    return request
-
-
 @functools.lru_cache(maxsize=8)  # most steps have the same requests as the previous step
 def _output_rows(fields, shards, num_tokens, decode_size):
     """Places the output rows of a step. Within a shard, the rows of its requests stand one after another.
 
     Args:
-      fields: the bytes of six int64 arrays [n], which have these values for each request. Bytes can be a key of
+      fields: the bytes of an int64 array [6, n], which has these values for each request. Bytes can be a key of
         `lru_cache`.
         * slot of the request.
         * number of the request's output rows.
@@ -355,7 +345,7 @@ def _output_rows(fields, shards, num_tokens, decode_size):
       ([n] index of each request's first output row, `logits_indices` of `sample_step`, `EarlierTokens.indices`), as
       NumPy arrays.
     """
-    slots, num_rows, first_tokens, sources, begins, counts = (np.frombuffer(field, int) for field in fields)
+    slots, num_rows, first_tokens, sources, begins, counts = np.frombuffer(fields, int).reshape(6, -1)
     first_rows = shards.place_rows(slots, num_rows, decode_size)
     # On a device, indices of tokens in the batch and in the previous step's tokens count from the shard's first token.
     logits_indices = np.full((shards.count * decode_size,), -1, np.int32)

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.decode.step import StepOutput
+from dsv4_jax.decode import StepOutput
 from dsv4_jax.engine.drafters import Drafter, accept
 from dsv4_jax.engine.engine_config import EngineConfig
 from dsv4_jax.engine.metrics import EngineMetrics
-from dsv4_jax.engine.requests import FinishReason, Request
-from dsv4_jax.engine.steps import NO_DRAFTS, UNKNOWN, LaunchedStep, Schedule
+from dsv4_jax.engine.requests import NO_DRAFTS, FinishReason, Request
+from dsv4_jax.engine.steps import LaunchedStep, Schedule
 from dsv4_jax.host import CacheCorruptionError, CacheFullError, KVCacheManager, PrefixCache, capture, offload, resume
 
 
@@ -64,7 +64,7 @@ class Scheduler:
             bisect.insort(self._list_of(request), request, key=_rank)
         self.requests.update({request.id: request for request in requests})
 
-    def fork(self, request: Request, children: list[Request], *, in_flight: LaunchedStep | None = None) -> None:
+    def fork(self, request: Request, children: list[Request], *, in_flight: LaunchedStep | None) -> None:
         """Adds copies of a request.
 
         Copies for which the shard has slots and blocks run at once and share the request's full blocks. The other
@@ -86,7 +86,7 @@ class Scheduler:
         slots = []
         slot = request.slot
         num_launched = 0 if slot < 0 else self.manager.length(slot)  # includes the tokens of a step in flight
-        length = min(num_launched, len(request.tokens) - 1)  # number of tokens whose rows are copied
+        length = min(num_launched, request.num_tokens - 1)  # number of tokens whose rows are copied
         is_overwritten = self.config.draft_tokens and num_launched > length
         is_unread = False
         if in_flight is not None and (request.scores_prompt or self.config.record_decisions):
@@ -98,7 +98,7 @@ class Scheduler:
                 if num_fitting:
                     slots, self.cache = self.manager.fork(self.cache, slot, num_fitting, length=length)
                     for child_slot in slots:
-                        self.manager.allocate(child_slot, len(request.tokens) - length)
+                        self.manager.allocate(child_slot, request.num_tokens - length)
             except CacheFullError:
                 while slots:
                     self.manager.release(slots.pop())
@@ -113,7 +113,7 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: Exception | None = None) -> None:
         """Ends a running or waiting request and frees its slot and blocks."""
         if error is not None:
-            self.pending_outputs.setdefault(request, len(request.tokens))
+            self.pending_outputs.setdefault(request, request.num_tokens)
         request.finish_reason = reason
         request.error = error
         request.offloaded = None
@@ -156,7 +156,7 @@ class Scheduler:
         """
         for request in self.requests.values():
             request.offloaded = None
-            request.forget_decisions()
+            request.recorded = {}
         self.restart()
 
     def admit(self) -> None:
@@ -168,7 +168,7 @@ class Scheduler:
             request = self.waiting[0]
             self.current = (request,)
             # Reserves room for one block of new tokens, without which the request might be preempted again at once.
-            num_tokens = len(request.tokens) + min(request.remaining - 1, self.manager.schema.block_tokens)
+            num_tokens = request.num_tokens + min(request.remaining - 1, self.manager.schema.block_tokens)
             if self.running and not self._fits(request, num_tokens):
                 break
             try:
@@ -191,11 +191,13 @@ class Scheduler:
             return
         block = self.manager.schema.block_tokens
         schedule = launched.schedule
-        for i in np.flatnonzero(schedule.ends // block > schedule.numbers["start"] // block):
+        starts = schedule.numbers["start"]
+        ends = starts + schedule.numbers["num_tokens"]  # all drafts included
+        for i in np.flatnonzero(ends // block > starts // block):
             if (request := schedule.requests[i]).finish_reason is None:
                 launched.snapshots[request] = self.prefix.snapshot(self.cache, request.slot)
 
-    def schedule(self, *, decode: bool = True, in_flight: LaunchedStep | None = None) -> Schedule:
+    def schedule(self, *, decode: bool, in_flight: LaunchedStep | None) -> Schedule:
         """Chooses the tokens of the next step: newest tokens with drafts, then unread tokens within `token_budget`.
 
         A token is unread if it has not run. The tokens' blocks are reserved; requests are preempted if necessary.
@@ -210,24 +212,22 @@ class Scheduler:
         """
         running = tuple(self.running)
         self.current = running
-        slots = np.array([request.slot for request in running], int)
+        schedule = Schedule.of(running, [np.zeros((1,), np.int32)] * len(running))  # zeros for the newest tokens
+        slots = schedule.numbers["slot"]
         known = np.array([request.num_tokens for request in running], int)
         limits = np.array([request.max_tokens for request in running], int)
         certain = known  # minimum number of tokens that will be known after the step in flight is read
-        sources = np.full(slots.shape, -1)
         if in_flight is not None:
             newest, drawn = in_flight.newest_tokens(self.manager.schema.max_requests, self.config.draft_tokens or 0)
-            sources = newest[slots]
-            certain = known + (sources >= 0)
+            schedule.numbers["source"] = newest[slots]
+            certain = known + (newest[slots] >= 0)
             known = known + drawn[slots]  # counts all drafts as accepted
         # The first limit is the request's end, because drafts past the end never count as accepted. The second limit
         # keeps all drafts within `max_context`.
         max_drafts = np.minimum(limits - certain - 1, self.manager.schema.max_context - known)
-        starts = self.manager.lengths[slots]
-        unread = known - starts
+        schedule.numbers["start"] = self.manager.lengths[slots]
+        unread = known - schedule.numbers["start"]
         can_decode = (unread == 1) & (known < limits) & decode
-        tokens = [UNKNOWN] * len(running)
-        schedule = Schedule.of(running, tokens, slot=slots, start=starts, source=sources, num_tokens=1)
         schedule = self._add_drafts(schedule.select(can_decode), max_drafts[can_decode], in_flight is not None)
         # `_add_drafts` may have preempted requests, which then have no slot.
         readers = [running[i] for i in np.flatnonzero(unread > 1).tolist() if running[i].slot >= 0]
@@ -248,22 +248,20 @@ class Scheduler:
         block_tokens = self.manager.schema.block_tokens
         bad_rows = np.flatnonzero(~np.isfinite(output.logprobs)).tolist()
         output = dataclasses.replace(output, tokens=output.tokens.tolist(), logprobs=output.logprobs.tolist())
-        decisions = {} if output.decisions is None else vars(output.decisions)
-        decisions = {name: codes for name, codes in decisions.items() if codes is not None}
         followed = set()
         if follower is not None and self.config.draft_tokens:
             followed = set(follower.schedule.select(follower.schedule.numbers["source"] >= 0).requests)
-        places = zip(launched.first_rows.tolist(), launched.begins.tolist(), strict=True)
-        rows = zip(schedule.requests, schedule.tokens, schedule.numbers.tolist(), places, strict=True)
-        for request, tokens, numbers, (first_row, begin) in rows:
+        places = launched.first_rows.tolist(), launched.begins.tolist()
+        rows = zip(schedule.requests, schedule.tokens, schedule.numbers.tolist(), *places, strict=True)
+        for request, tokens, numbers, first_row, begin in rows:
             if request.finish_reason is not None:  # it has ended since the launch
                 continue
             self._extend(request, tokens, numbers, first_row, output, bad_rows)
             if request.error is not None:
                 continue
             _, start, num_tokens, num_drafts, *_ = numbers
-            if decisions:
-                request.keep_decisions(start, decisions, slice(begin, begin + num_tokens))
+            if output.decisions is not None:
+                request.keep_decisions(start, output.decisions, slice(begin, begin + num_tokens))
             length = start + num_tokens
             if num_drafts:
                 # The cache holds all drafts, also rejected ones and accepted ones past the request's end. The request's
@@ -273,9 +271,14 @@ class Scheduler:
                 num_rejected = start + num_tokens - length
                 self.manager.rewind(request.slot, num_rejected, is_followed=request in followed)
             if self.prefix is not None and length // block_tokens > start // block_tokens:
-                ids = request.tokens[:length]
-                options = {"snapshot": launched.snapshots.get(request), "salt": request.params.prefix_salt}
-                self.prefix.observe(self.cache, request.slot, ids, length=length, **options)
+                self.prefix.observe(
+                    self.cache,
+                    request.slot,
+                    request.tokens[:length],
+                    length=length,
+                    snapshot=launched.snapshots.get(request),
+                    salt=request.params.prefix_salt,
+                )
             if request.matcher is not None and (error := request.matcher.error):
                 message = f"request {request.id!r}: its grammar cannot go on: {error}"
                 self.finish(request, "error", ValueError(message))
@@ -348,8 +351,7 @@ class Scheduler:
             known = request.num_tokens
             shard = shards.of(request.slot)
             limit = min(budget[shard], free_rows[shard] + 1) if request.scores_prompt else budget[shard]
-            max_end = known if decode else known - 1
-            end = int(min(start + limit, max_end))
+            end = int(min(start + limit, known if decode else known - 1))
             if end > start:
                 if self.prefix is not None:
                     salt = request.params.prefix_salt
@@ -483,7 +485,7 @@ class Scheduler:
         """Sets the slot of a request, -1 for none, and moves it to the list `running` or `waiting`."""
         self._list_of(request).remove(request)
         request.slot = slot
-        bisect.insort(self._list_of(request), request, key=_rank)
+        self.add(request)
 
 
 _rank = operator.attrgetter("rank")

@@ -1,18 +1,16 @@
 """Finds several answers to one prompt, by sampling or by beam search. The answers share the prompt's cache blocks."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from dsv4_jax.common.arguments import check_real, check_whole
-from dsv4_jax.decode.programs import CompiledModel
-from dsv4_jax.decode.sampling import LogprobOptions, SamplingParams
-from dsv4_jax.decode.step import Model
+from dsv4_jax.decode import CompiledModel, LogprobOptions, Model, SamplingParams
 from dsv4_jax.engine.generate import engine_for_prompts, prefill
 from dsv4_jax.engine.requests import check_no_requests, check_sampling, check_stop_tokens
-from dsv4_jax.host import KVCacheManager
+from dsv4_jax.host import KVCacheManager, TokenIds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Candidate:
 def n_best(
     model: Model,
     manager: KVCacheManager,
-    prompt: Sequence[int] | np.ndarray,
+    prompt: TokenIds,
     *,
     n: int,
     max_new_tokens: int,
@@ -68,19 +66,14 @@ def n_best(
         request = engine.add(prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, **params)
         prefill(engine, [request])
         requests = [request, *(engine.fork(request, range(seed + 1, seed + n)) if n > 1 else [])]
-        while engine.busy:
-            engine.step()
-    for request in requests:
-        if request.error is not None:
-            raise request.error
-    candidates = [Candidate(request.generated, sum(request.logprobs)) for request in requests]
+        candidates = [Candidate([*engine.stream(request)], sum(request.logprobs)) for request in requests]
     return sorted(candidates, key=Candidate.score, reverse=True)
 
 
 def beam_search(
     model: Model,
     manager: KVCacheManager,
-    prompt: Sequence[int] | np.ndarray,
+    prompt: TokenIds,
     *,
     beams: int,
     max_new_tokens: int,
@@ -147,19 +140,19 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     ended = []
     for length in range(1, max_new_tokens + 1):
         top_logprobs = manager.devices.get(top_logprobs)
-        # Each unfinished answer is continued by each of its likeliest tokens: (index of the answer, continued answer).
+        # Each unfinished answer is continued by each of its likeliest tokens: (slot of the answer, continued answer).
         children = [
-            (parent, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
-            for parent, (slot, beam) in enumerate(zip(slots, alive, strict=True))
+            (slot, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
+            for slot, beam in zip(slots, alive, strict=True)
             for logprob, token in zip(top_logprobs.logprobs[slot], top_logprobs.ids[slot], strict=True)
         ]
         children = sorted(children, key=lambda child: -child[1].logprob)[: 2 * beams]
         ended += [beam for _, beam in children[:beams] if beam.tokens[-1] in stop_tokens]
-        unfinished = [(parent, beam) for parent, beam in children if beam.tokens[-1] not in stop_tokens][:beams]
+        unfinished = [(slot, beam) for slot, beam in children if beam.tokens[-1] not in stop_tokens][:beams]
         alive = [beam for _, beam in unfinished]
         if len(ended) >= beams or length == max_new_tokens:
             break
-        slots, cache = _follow_parents(manager, cache, slots, [parent for parent, _ in unfinished])
+        slots, cache = _follow_parents(manager, cache, slots, [slot for slot, _ in unfinished])
         top_logprobs = run_step({slot: beam.tokens[-1:] for slot, beam in zip(slots, alive, strict=True)})
     return alive, ended
 
@@ -173,20 +166,18 @@ def _follow_parents(manager, cache, slots, parents):
     Args:
       manager: the manager.
       cache: the cache; donated.
-      slots: slot of each parent.
-      parents: for each new answer the index of its parent.
+      slots: slot of each answer of the previous step.
+      parents: for each new answer the slot of its parent.
 
     Returns:
       (the slot of each new answer, the cache).
     """
-    for i, slot in enumerate(slots):
-        if i not in parents:
-            manager.release(slot)
-    new_slots = [slots[parent] for parent in parents]
-    for parent in sorted(set(parents)):
-        _, *others = [i for i, p in enumerate(parents) if p == parent]
-        if others:
-            forks, cache = manager.fork(cache, slots[parent], len(others))
-            for i, slot in zip(others, forks, strict=True):
-                new_slots[i] = slot
-    return new_slots, cache
+    for slot in {*slots} - {*parents}:
+        manager.release(slot)
+    copies = {}
+    for slot, count in collections.Counter(parents).items():
+        copies[slot] = [slot]
+        if count > 1:
+            forks, cache = manager.fork(cache, slot, count - 1)
+            copies[slot] += forks
+    return [copies[slot].pop() for slot in parents], cache

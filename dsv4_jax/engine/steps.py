@@ -6,14 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from dsv4_jax.cache import Batch, Decisions
-from dsv4_jax.decode.step import StepOutput
+from dsv4_jax.cache import Batch
 from dsv4_jax.engine.requests import Request
 
 
-# `Schedule.tokens` has this placeholder for a request whose newest token only the device knows.
-UNKNOWN = np.zeros((1,), np.int32)
-NO_DRAFTS = np.zeros((0,), np.int32)
 SCHEDULED = np.dtype(
     [(name, np.int64) for name in ("slot", "start", "num_tokens", "num_drafts", "num_scored", "source")]
     + [("samples", np.bool_), ("is_prefill", np.bool_)]
@@ -52,13 +48,12 @@ class Schedule:
         Args:
           requests: n requests.
           tokens: for each request the ids of the tokens to run.
-          fields: values [n] of fields of `numbers`. Without "slot", both `slot` and `num_tokens` are set from the
-            requests and tokens. The default is -1 for `source`, True for `samples`, and 0 for other fields.
+          fields: values [n] of fields of `numbers` other than `slot` and `num_tokens`. The default is -1 for `source`,
+            True for `samples`, and 0 for other fields.
         """
-        if "slot" not in fields:
-            fields["slot"] = [request.slot for request in requests]
-            fields["num_tokens"] = [len(ids) for ids in tokens]
         numbers = np.zeros((len(requests),), SCHEDULED)
+        numbers["slot"] = [request.slot for request in requests]
+        numbers["num_tokens"] = [*map(len, tokens)]
         for name, values in {"source": -1, "samples": True, **fields}.items():
             numbers[name] = values
         return cls(tuple(requests), tokens, numbers)
@@ -68,9 +63,7 @@ class Schedule:
         if mask.all():
             return self
         places = np.flatnonzero(mask).tolist()
-        requests = tuple(self.requests[i] for i in places)
-        tokens = [self.tokens[i] for i in places]
-        return Schedule(requests, tokens, self.numbers[mask])
+        return Schedule(tuple(self.requests[i] for i in places), [self.tokens[i] for i in places], self.numbers[mask])
 
     def __add__(self, other: "Schedule") -> "Schedule":
         """Returns a schedule of this schedule's requests, followed by those of `other`."""
@@ -81,11 +74,6 @@ class Schedule:
     def num_rows(self) -> np.ndarray:
         """The number of output rows of each request, [n]: one for each scored token, draft and drawn token."""
         return self.numbers["num_scored"] + self.numbers["samples"] * (1 + self.numbers["num_drafts"])
-
-    @property
-    def ends(self) -> np.ndarray:
-        """The number of each request's tokens in the cache after the step, [n], all drafts included."""
-        return self.numbers["start"] + self.numbers["num_tokens"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +87,8 @@ class LaunchedStep:
       begins: [n] index of each request's first token in the batch.
       drawing: arguments of `draw_step` that follow the batch: (logits_indices, sampling, seeds, logprobs).
       wants_top: whether a request wants the likeliest tokens of the output.
-      logits: [rows, vocab] logits on the device if `draw_step` has to draw the tokens and was not launched yet; else
-        None.
-      decisions: Decisions on the device that came with `logits`, or None.
+      undrawn: (logits [rows, vocab], Decisions or None) on the device if `draw_step` has to draw the tokens and was not
+        launched yet; else None.
       output: StepOutput whose copy to the host was started; None until the drawing is launched.
       tokens: the drawn tokens on the device for the next step, as in `EarlierTokens.tokens`; None while `output`
         is None.
@@ -115,9 +102,8 @@ class LaunchedStep:
     begins: np.ndarray
     drawing: tuple[Any, ...]
     wants_top: bool
-    logits: Any = None
-    decisions: Decisions | None = None
-    output: StepOutput | None = None
+    undrawn: Any = None
+    output: Any = None
     tokens: Any = None
     snapshots: dict[Request, Any] = dataclasses.field(default_factory=dict)
 
@@ -127,11 +113,11 @@ class LaunchedStep:
         Call it after the previous step was read and this step's drawing was launched. Returns the completed step, or
         this step unchanged if its output has no drafts. Requests that have ended keep the values of the launch.
         """
-        if self.output is None or self.output.draft_tokens is None:
+        if self.output.draft_tokens is None:
             return self
         schedule = self.schedule
-        tokens = list(self.schedule.tokens)
-        numbers = self.schedule.numbers.copy()
+        tokens = list(schedule.tokens)
+        numbers = schedule.numbers.copy()
         for i in np.flatnonzero(numbers["source"] >= 0).tolist():
             if (request := schedule.requests[i]).finish_reason is None:
                 numbers["start"][i] = request.num_tokens - 1

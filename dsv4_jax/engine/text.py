@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.checkpoint import TextStream
-from dsv4_jax.decode.step import Model
+from dsv4_jax.decode import Model
 from dsv4_jax.engine.generate import stream
-from dsv4_jax.host import KVCacheManager
+from dsv4_jax.host import KVCacheManager, TokenIds
 
 
 def stream_text(
@@ -54,6 +53,9 @@ class StopStrings:
       found: whether a stop string was found.
     """
 
+    found = False
+    _held = ""
+
     def __init__(self, stops: Sequence[str]):
         """Begins an empty text.
 
@@ -69,8 +71,6 @@ class StopStrings:
         self._stops = tuple(stops)
         if "" in self._stops:
             raise ValueError(f"stop={stops!r} has an empty text, which would end every answer at once")
-        self._held = ""
-        self.found = False
 
     def add(self, piece: str) -> str:
         """Adds a piece, and returns the text that can be shown.
@@ -85,7 +85,8 @@ class StopStrings:
             self._held = ""
             _, begin = min(ends)
             return text[:begin]
-        end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        sizes = ((size, stop) for stop in self._stops for size in range(1, min(len(text) + 1, len(stop))))
+        end = len(text) - max((size for size, stop in sizes if text.endswith(stop[:size])), default=0)
         self._held = text[end:]
         return text[:end]
 
@@ -94,11 +95,6 @@ class StopStrings:
         text = self._held
         self._held = ""
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class AnswerText:
@@ -111,8 +107,10 @@ class AnswerText:
     # The number of final prompt tokens that are decoded with the new tokens, since a character may begin in the prompt.
     # 8 suffice: a character has at most 4 bytes and so at most 4 tokens.
     _CONTEXT = 8
+    _separator = ""
+    _prompt_rest = ""
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] | np.ndarray, stops: Sequence[str]):
+    def __init__(self, tokenizer: Tokenizer | None, prompt: TokenIds, stops: Sequence[str]):
         """Begins the text after a prompt.
 
         Args:
@@ -122,8 +120,6 @@ class AnswerText:
         """
         self._stops = StopStrings(stops)
         self._stream = None
-        self._separator = ""
-        self._prompt_rest = ""
         if tokenizer is not None:
             self._stream = TextStream(tokenizer)
             for token in prompt[-self._CONTEXT :]:
@@ -156,7 +152,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return encoding.ids
 
 
-def token_offsets(tokenizer: Tokenizer | None, tokens: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+def token_offsets(tokenizer: Tokenizer | None, tokens: TokenIds) -> list[tuple[int, int]]:
     """Returns (token, offset) for each token, as `AnswerText` decodes them without a prompt.
 
     The offset is the number of characters of the text that earlier tokens completed. A token that only continues an

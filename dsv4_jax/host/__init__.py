@@ -6,7 +6,7 @@ This code is plain Python and NumPy; JAX does not trace it.
 from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.host.allocator import BlockAllocator, CacheFullError
 from dsv4_jax.host.canary import CacheCorruptionError
-from dsv4_jax.host.manager import KVCacheManager
+from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.offload import OffloadedRequest, capture, load_request, offload, resume, save_request
 from dsv4_jax.host.prefix.prefix_cache import PrefixCache, PrefixMetrics
 from dsv4_jax.host.prefix.prefix_files import PrefixFileMetrics, PrefixFiles

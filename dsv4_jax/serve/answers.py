@@ -11,14 +11,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, StreamingResponse
 
-from dsv4_jax.decode.sampling import SamplingParams
+from dsv4_jax.decode import SamplingParams
 from dsv4_jax.engine import Candidate
 from dsv4_jax.engine.grammar import Grammar
 from dsv4_jax.engine.text import AnswerText, encode, token_offsets
-from dsv4_jax.serve.async_engine import Generation, QueueFullError, Update
+from dsv4_jax.serve.async_engine import Generation, Update
 from dsv4_jax.serve.choices import Choice
 from dsv4_jax.serve.errors import APIError
 from dsv4_jax.serve.protocol import CompletionBody, GenerationBody, JSONObject
@@ -39,9 +38,9 @@ class EventStream(StreamingResponse):
         super().__init__(answer.events(), headers=headers, media_type="text/event-stream")
         self._answer = answer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, *args: Any) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(*args)
         finally:
             self._answer.cancel()
 
@@ -54,6 +53,8 @@ class Answer:
 
     body_type: ClassVar[type[GenerationBody]]
     id_prefix: ClassVar[str]
+    _generation: Generation | None = None
+    _grammar: Grammar | None = None
     _keep_alive = b": keep-alive\n\n"  # a comment in a stream of events, which clients skip
     # The message for a prompt that does not fit into the context together with the new tokens.
     _too_long = "a prompt of {} tokens and {} new ones are more than the context of {} tokens"
@@ -72,11 +73,11 @@ class Answer:
         self._service = service
         self._body = body
         self._start = start
-        self._generation: Generation | None = None
+
         self._samples = getattr(body, "best_of", None) or body.n
         if body.stop and service.tokenizer is None:
             raise APIError("the checkpoint has no tokenizer.json: use stop_token_ids", param="stop")
-        self._grammar: Grammar | None = None
+
         self._top_p = body.top_p
         self._check(body.stop_token_ids or [0], "stop_token_ids")
         self._prompts = [self._check(ids, "prompt") for ids in self._encode()]
@@ -93,7 +94,7 @@ class Answer:
         raise NotImplementedError
 
     def _max_tokens(self, room: int) -> int:
-        """Returns the maximum number of new tokens of a request. The context has room for `room` new tokens."""
+        """Returns the maximum number of new tokens of a request. `room` is how many the context has room for, or 1."""
         raise NotImplementedError
 
     def _new_choice(self, index: int, prompt: np.ndarray) -> Choice:
@@ -112,7 +113,7 @@ class Answer:
         """Returns the server-sent event of an error."""
         return sse(error.body)
 
-    def _response(self) -> Response:
+    def _response(self) -> JSONObject:
         """Returns the complete answer."""
         raise NotImplementedError
 
@@ -122,41 +123,36 @@ class Answer:
         return {}
 
     def submit(self) -> None:
-        """Submits the requests to the engine. Raises APIError if the queue is full or the engine rejects a request."""
+        """Submits the requests to the engine. Raises APIError if the queue is full."""
         body = self._body
         service = self._service
         if not self._limit and not self._scores_prompts:
             return  # the answer has no tokens
-        try:
-            ends = () if body.ignore_eos else service.options.end_tokens
-            self._generation = service.engine.submit(
-                self._prompts,
-                n=self._samples,
-                max_new_tokens=max(self._limit, 1),
-                sampling=SamplingParams(body.temperature, body.top_k, self._top_p),
-                seed=secrets.randbits(32) if body.seed is None else body.seed,
-                stop_tokens=(*ends, *body.stop_token_ids),
-                top_logprobs=body.num_top or 0,
-                prompt_logprobs=self._scores_prompts,
-                grammar=self._grammar,
-                cache_salt=body.cache_salt,
-                adapter=body.model if body.model in service.options.adapters else None,
-            )
-        except QueueFullError as error:
-            raise APIError(str(error), 429, code="queue_full", headers={"Retry-After": "1"}) from None
-        except (ValueError, TypeError) as error:
-            raise APIError(str(error)) from None
+        ends = () if body.ignore_eos else service.options.end_tokens
+        self._generation = service.engine.submit(
+            self._prompts,
+            n=self._samples,
+            max_new_tokens=max(self._limit, 1),
+            sampling=SamplingParams(body.temperature, body.top_k, self._top_p),
+            seed=secrets.randbits(32) if body.seed is None else body.seed,
+            stop_tokens=(*ends, *body.stop_token_ids),
+            top_logprobs=body.num_top or 0,
+            prompt_logprobs=self._scores_prompts,
+            grammar=self._grammar,
+            cache_salt=body.cache_salt,
+            adapter=body.model if body.model in service.options.adapters else None,
+        )
 
     def cancel(self) -> None:
         """Cancels the requests that still run."""
         if self._generation is not None and any(choice.finish_reason is None for choice in self.choices):
             self._generation.cancel()
 
-    async def complete(self) -> Response:
+    async def complete(self) -> JSONResponse:
         """Waits for the whole answer and returns it."""
         async for _ in self._updates():
             pass
-        return await asyncio.to_thread(self._response)
+        return await asyncio.to_thread(lambda: JSONResponse(self._response()))
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the answer as server-sent events."""
@@ -250,7 +246,7 @@ class Answer:
         context = min(manager.schema.max_context, manager.capacity)
         # A request can have one token more than the cache stores, because the last token is sampled but never runs.
         room = context + 1 - longest
-        limit = self._max_tokens(room)
+        limit = self._max_tokens(max(room, 1))
         if limit > room or longest > context:
             message = self._too_long.format(longest, limit, context)
             raise APIError(message, param="max_tokens", code="context_length_exceeded")
@@ -278,7 +274,7 @@ class OpenAIAnswer(Answer):
                 answers = sorted(answers, key=_score, reverse=True)[: self._body.n]
             shown += answers
         choices = [self._json(choice) | {"index": i} for i, choice in enumerate(shown)]
-        return JSONResponse(self._object(self.kind, choices) | {"usage": self._usage()})
+        return self._object(self.kind, choices) | {"usage": self._usage()}
 
     def _events(self, choice):
         return [self._event([chunk | {"index": choice.index}], None) for chunk in self._chunks(choice)]
@@ -292,8 +288,13 @@ class OpenAIAnswer(Answer):
         return sse(self._object(self.chunk_kind, choices) | shown_usage)
 
     def _object(self, kind, choices):
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._body.model}
-        return head | {"choices": choices}
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._body.model,
+            "choices": choices,
+        }
 
     def _usage(self):
         prompt_tokens = sum(map(len, self._prompts))

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import hmac
 import logging
 import time
@@ -13,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from tokenizers import Tokenizer
 
 from dsv4_jax.serve.answers import CompletionAnswer, EventStream
@@ -69,8 +71,10 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
         MESSAGES_PATH: MessagesAnswer,
         f"{MESSAGES_PATH}/count_tokens": TokenCount,
     }
-    routes = [Route(path, endpoint) for path, endpoint in pages.items()]
-    routes += [Route(path, _answer(kind), methods=["POST"]) for path, kind in answers.items()]
+    routes = [Route(path, functools.partial(page, service)) for path, page in pages.items()]
+    routes += [
+        Route(path, functools.partial(_answer, service, kind), methods=["POST"]) for path, kind in answers.items()
+    ]
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
@@ -82,46 +86,43 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer | None, options: Server
     return app
 
 
+@dataclasses.dataclass
 class AuthMiddleware:
     """Middleware that rejects requests without the API key or for an unknown host, and counts responses."""
 
-    def __init__(self, app: ASGIApp, service: Service):
-        self._app = app
-        self._service = service
+    app: ASGIApp
+    service: Service
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         paths = [route.path for route in scope["app"].routes]
         label = scope["path"] if scope["path"] in paths else "other"
 
         async def count(message):
             """Sends a message, and counts the response at its start."""
             if message["type"] == "http.response.start":
-                self._service.metrics.responses.labels(label, message["status"]).inc()
+                self.service.metrics.responses.labels(label, message["status"]).inc()
             await send(message)
 
         refusal = self._refuse(scope["path"], dict(scope["headers"]))
-        app = self._app if refusal is None else refusal.response(scope["path"])
+        app = self.app if refusal is None else refusal.response(scope["path"])
         await app(scope, receive, count)
 
     def _refuse(self, path, headers):
         """Returns the error for a request that is not authorized, or None."""
-        hosts = self._service.options.allowed_hosts
+        hosts = self.service.options.allowed_hosts
         for name in (b"host", b"origin"):
             if hosts is not None and name in headers and (host := _host_of(headers[name])) not in hosts:
                 known = ", ".join(sorted(hosts))
                 return APIError(f"{name.decode()} {host!r} is none of {known}: --allowed-hosts adds names", 403)
-        if path.startswith("/v1") and not self._has_key(headers):
+        key = self.service.options.api_key
+        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+        sent = token.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # for Anthropic's clients
+        if path.startswith("/v1") and key is not None and not hmac.compare_digest(sent, key.encode()):
             message = "this server needs its API key: Authorization: Bearer KEY"
             return APIError(message, 401, headers={"WWW-Authenticate": "Bearer"})
         return None
-
-    def _has_key(self, headers):
-        key = self._service.options.api_key
-        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
-        sent = token.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # for Anthropic's clients
-        return key is None or hmac.compare_digest(sent, key.encode())
 
 
 def _host_of(header):
@@ -133,33 +134,26 @@ def _host_of(header):
         return address
 
 
-def _service(request):
-    return request.app.state.service
-
-
-async def _demo(request):
+async def _demo(service, request):
     return FileResponse(str(resources.files("dsv4_jax.serve") / "demo.html"))
 
 
-async def _health(request):
-    alive = _service(request).engine.alive
+async def _health(service, request):
+    alive = service.engine.alive
     return JSONResponse({"status": "ok" if alive else "the engine's thread has ended"}, 200 if alive else 503)
 
 
-async def _ready(request):
-    service = _service(request)
-    ready = service.engine.ready and not service.stopping
-    status = "ready" if ready else "stopping" if service.stopping else "compiling programs"
-    return JSONResponse({"status": status}, 200 if ready else 503)
+async def _ready(service, request):
+    status = "stopping" if service.stopping else "ready" if service.engine.ready else "compiling programs"
+    return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
 
-async def _metrics(request):
-    return Response(_service(request).metrics.text(), media_type="text/plain; version=0.0.4")
+async def _metrics(service, request):
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-async def _models(request):
+async def _models(service, request):
     """Describes the model that the path names, or lists all models."""
-    service = _service(request)
     name = request.path_params.get("name")
     model = {
         "object": "model",
@@ -179,28 +173,23 @@ def _check_model(service, name):
         raise APIError(message, 404, param="model", code="model_not_found")
 
 
-def _answer(kind):
-    """Returns the endpoint whose answers are of the class `kind`."""
+async def _answer(service, kind, request):
+    """Answers a request with an `Answer` of the class `kind`."""
+    start = time.monotonic()
+    if service.stopping:
+        raise unavailable("the server is stopping and takes no new requests")
+    if not service.engine.alive:
+        raise APIError("the engine's thread has ended; the server's log says more", 500)
+    content = await _read(request, service.max_body_bytes)
 
-    async def endpoint(request):
-        service = _service(request)
-        start = time.monotonic()
-        if service.stopping:
-            raise unavailable("the server is stopping and takes no new requests")
-        if not service.engine.alive:
-            raise APIError("the engine's thread has ended; the server's log says more", 500)
-        content = await _read(request, service.max_body_bytes)
-
-        # A long body is parsed in another thread, so that the event loop can serve other requests meanwhile.
-        body = await asyncio.to_thread(parse, kind.body_type, content)
-        _check_model(service, body.model)
-        answer = await asyncio.to_thread(kind, service, body, start)
-        answer.submit()
-        response = EventStream(answer) if body.stream else await _complete_or_cancel(request, answer)
-        response.headers.update(answer.headers)
-        return response
-
-    return endpoint
+    # A long body is parsed in another thread, so that the event loop can serve other requests meanwhile.
+    body = await asyncio.to_thread(parse, kind.body_type, content)
+    _check_model(service, body.model)
+    answer = await asyncio.to_thread(kind, service, body, start)
+    answer.submit()
+    response = EventStream(answer) if body.stream else await _complete_or_cancel(request, answer)
+    response.headers.update(answer.headers)
+    return response
 
 
 async def _read(request, limit):
@@ -214,17 +203,13 @@ async def _read(request, limit):
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(f"Content-Type is {content_type[:100]!r}, it must be application/json", 415)
-    too_long = APIError(f"the body is longer than {limit} bytes", 413)
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_long
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 content += part
                 if len(content) > limit:
-                    raise too_long
+                    raise APIError(f"the body is longer than {limit} bytes", 413)
     except TimeoutError:
         raise APIError(f"the body did not arrive within {_BODY_SECONDS:.0f} seconds", 408) from None
     except ClientDisconnect:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dsv4_jax.engine import Engine, Request
 from dsv4_jax.engine.requests import FinishReason
+from dsv4_jax.serve.errors import APIError
 
 
 _log = logging.getLogger("dsv4_jax.serve")
@@ -22,10 +23,6 @@ _log = logging.getLogger("dsv4_jax.serve")
 # the later event. With 32 fast streams, each stream has an event every 13 ms.
 _EVENTS_AT_ONCE = 4
 _SECONDS_PER_EVENT = 4e-4
-
-
-class QueueFullError(RuntimeError):
-    """Raised if more requests would run and wait than the engine takes. None of the new requests was submitted."""
 
 
 class Update(NamedTuple):
@@ -114,13 +111,19 @@ class AsyncEngine:
       alive: whether the thread runs.
     """
 
+    unfinished = 0
+    ready = False
+    _stopping = False
+    # Only the event loop's thread uses these: the time of the next handover of updates, and the timer that starts it.
+    _next_handover = 0.0
+    _timer: asyncio.TimerHandle | None = None
+    _loop: asyncio.AbstractEventLoop
+
     def __init__(self, engine: Engine, *, max_waiting: int):
         """Wraps an engine. Up to `max_waiting` requests can wait while all slots are taken."""
         self.engine = engine
         self.metrics = engine.metrics
         self.capacity = engine.manager.schema.max_requests + max_waiting
-        self.unfinished = 0
-        self.ready = False
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._running: dict[Request, _Key] = {}
@@ -128,13 +131,9 @@ class AsyncEngine:
         # prompt.
         self._followers: dict[_Key, list[_Key]] = {}
         self._updates: list[tuple[_Key, Update]] = []
-        self._stopping = False
-        # Only the event loop's thread uses these: the updates of each request that wait to be handed over to its
-        # Generation, the time of the next handover, and the timer that starts this handover.
+        # Only the event loop's thread uses this: the updates of each request that wait to be handed over to its
+        # Generation.
         self._delivered: dict[_Key, list[Update]] = {}
-        self._next_handover = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop
 
     @property
     def alive(self) -> bool:
@@ -150,7 +149,7 @@ class AsyncEngine:
         self._send(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    def submit(self, prompts: Sequence[np.ndarray], *, n: int = 1, seed: int, **params: Any) -> Generation:
+    def submit(self, prompts: Sequence[np.ndarray], *, n: int, seed: int, **params: Any) -> Generation:
         """Queues `n` requests for each prompt. Sample k of a prompt uses `seed + k`, as in `engine.search.n_best`.
 
         With a prefix cache, the first sample reads the prompt before the other samples start, so that the prompt's
@@ -163,13 +162,16 @@ class AsyncEngine:
           params: further fields of `RequestParams`.
 
         Raises:
-          QueueFullError: there would be more running and waiting requests than `capacity`.
+          APIError: there would be more running and waiting requests than `capacity`; the status is 429. None of the new
+            requests was submitted.
         """
         num_requests = len(prompts) * n
         if num_requests + self.unfinished > self.capacity:
-            raise QueueFullError(f"{self.unfinished} requests are running or waiting, the most is {self.capacity}")
-        add = functools.partial(self.engine.add, **params)
-        adds = [functools.partial(add, prompt, seed=seed + k) for prompt in prompts for k in range(n)]
+            message = f"{self.unfinished} requests are running or waiting, the most is {self.capacity}"
+            raise APIError(message, 429, code="queue_full", headers={"Retry-After": "1"})
+        adds = [
+            functools.partial(self.engine.add, prompt, seed=seed + k, **params) for prompt in prompts for k in range(n)
+        ]
         generation = Generation(self, adds, n)
         self.unfinished += num_requests
         self._send(self._begin, generation)
@@ -263,8 +265,7 @@ class AsyncEngine:
             _log.exception("a step failed: its requests end with an error")
             failed = [request for request in engine.last_scheduled if request.finish_reason is None]
             return self._end({self._running.get(request) for request in failed}, "error", error)
-        for output in outputs:
-            request = output.request
+        for request, _ in outputs:
             key = self._running.get(request)
             if key is None:  # the request was cancelled, or ended by an error
                 continue

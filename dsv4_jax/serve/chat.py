@@ -41,12 +41,11 @@ class PastAnswer(NamedTuple):
 
     Attributes:
       message: the answer as the client saw it.
-      thinks: whether the prompt ended in `<think>`, so that the answer begins with reasoning.
-      tokens: [n] int32 token ids that the model wrote, without the token that ended the answer.
+      tokens: [n] int32 token ids: the prompt's final `<think>` or `</think>`, and what the model wrote after it. The
+        token that ended the answer is left out.
     """
 
     message: recipe.Message
-    thinks: bool
     tokens: np.ndarray
 
 
@@ -81,8 +80,9 @@ class PastAnswers:
                 return None
             self._answers.move_to_end(id)
         is_same_reasoning = message.reasoning_content in (None, "", answer.message.reasoning_content)
-        is_same = is_same_reasoning and _without_reasoning(message) == _without_reasoning(answer.message)
-        return answer if is_same else None
+        if is_same_reasoning and _without_reasoning(message) == _without_reasoning(answer.message):
+            return answer
+        return None
 
 
 class Converted(NamedTuple):
@@ -171,8 +171,7 @@ class Chat:
         }
         for name, is_used in needs.items():
             if is_used:
-                message = f"{name}: this needs a tokenizer with the tokens of DeepSeek's release"
-                raise APIError(message, param=name)
+                raise APIError(f"{name}: this needs a tokenizer with the tokens of DeepSeek's release", param=name)
 
     def encode(self, conversation: recipe.Conversation, effort: int | None = None) -> list[int]:
         """Returns the prompt as token ids.
@@ -205,9 +204,11 @@ class Chat:
           (parser, blocks). `blocks` is the `CallBlocks` that turns tokens into the parser's input; None if the parser
           reads the answer's text.
         """
-        no_tokens = recipe.SpecialTokens(thinking_start="\0", thinking_end="\0")
-        stage = recipe.ThinkingInitialStage.ContentContinuation
-        plain = recipe.ParsingOptions(parse_tool_calls=False, thinking_initial_stage=stage, special_tokens=no_tokens)
+        plain = recipe.ParsingOptions(
+            parse_tool_calls=False,
+            thinking_initial_stage=recipe.ThinkingInitialStage.ContentContinuation,
+            special_tokens=recipe.SpecialTokens(thinking_start="\0", thinking_end="\0"),
+        )
         return recipe.StreamProcessor(generator, plain), None
 
 
@@ -241,7 +242,7 @@ class ReleaseChat(Chat):
         messages = list(_in_place(conversation.messages))
         return self._encoding.encode(_changed(conversation, messages=messages, reasoning_effort=name))
 
-    def encode(self, conversation: recipe.Conversation, effort: int | None = None) -> list[int]:
+    def encode(self, conversation, effort=None):
         """Returns the prompt as token ids. Past answers with tool calls have the tokens that the model wrote."""
         ids = self._encode(conversation, effort)
         written = [m for m in conversation.messages if m.role == "assistant" and not m.prefix]
@@ -254,24 +255,22 @@ class ReleaseChat(Chat):
             if answer is None:
                 continue
             # `<think>` or `</think>` follows the token that begins a message of the assistant.
-            begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 2
+            begin = next(i for i in range(end, -1, -1) if ids[i] == self.ids[_ASSISTANT]) + 1
             # The stored tokens fit only if both they and the prompt contain the answer's reasoning, or neither does. In
             # conversations without tools, the encoding leaves out earlier reasoning.
-            if (ids[begin - 1] == self.ids[_THINK]) == answer.thinks:
+            if ids[begin] == answer.tokens[0]:
                 ids[begin:end] = answer.tokens.tolist()
         return ids
 
-    def remember(self, prompt: Sequence[int], message: recipe.Message, tokens: list[int]) -> None:
+    def remember(self, prompt, message, tokens):
         # An answer with tool calls is stored if its prompt ends with `<think>` or `</think>`, perhaps followed by the
         # beginning of a required tool call. Any other prompt ends within a message, which the answer continues.
-        starts = [i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"])]
-        begin = 1 + starts[-1]
-        if message.tool_calls and list(prompt[begin:]) in ([], self._call_begin):
-            thinks = bool(prompt[begin - 1] == self.ids[_THINK])
-            answer = PastAnswer(message, thinks, np.array([*prompt[begin:], *tokens], np.int32))
+        begin = max(i for i, token in enumerate(prompt) if token in (self.ids[_THINK], self.ids["</think>"]))
+        if message.tool_calls and list(prompt[begin + 1 :]) in ([], self._call_begin):
+            answer = PastAnswer(message, np.array([*prompt[begin:], *tokens], np.int32))
             self._past.add(message.tool_calls[0].id, answer)
 
-    def parser(self, converted: Converted, generator: Any) -> tuple[recipe.StreamProcessor, CallBlocks | None]:
+    def parser(self, converted, generator):
         parsing = converted.parsing
         parsing.special_tokens = self._names
         blocks = CallBlocks(

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import deepseek_recipe as recipe
-from starlette.responses import JSONResponse
 
 from dsv4_jax.engine.text import AnswerText
 from dsv4_jax.serve.answers import Answer, OpenAIAnswer, sse
-from dsv4_jax.serve.async_engine import Update
 from dsv4_jax.serve.call_blocks import CallBlocks
 from dsv4_jax.serve.chat import Chat, Converted
 from dsv4_jax.serve.choices import Choice
@@ -55,7 +53,7 @@ class ParsedChoice(Choice):
         """The answer so far, as JSON."""
         return json.loads(self._answer.to_json())
 
-    def take(self, update: Update) -> None:
+    def take(self, update):
         request = update.request
         if not self.scored and request is not None:
             usage = recipe.PromptUsage(
@@ -105,7 +103,7 @@ class ParsedAnswer(Answer):
     request_type: ClassVar[Any]
     response_type: ClassVar[Any]
     _chat: Chat
-    _options: JSONObject  # the part of the body that deepseek-recipe converts, without the conversation
+    _asked: JSONObject  # the part of the body that deepseek-recipe converts
     _converted: Converted
 
     def _sent_back(self, response: JSONObject) -> JSONObject:
@@ -131,9 +129,8 @@ class ParsedAnswer(Answer):
         if self._service.chat is None:
             raise APIError("the checkpoint has no tokenizer.json: use /v1/completions with token ids")
         self._chat = self._service.chat
-        body, strict_tools = self._body.conversation()
-        self._converted = self._chat.convert(self.request_type, body)
-        self._options = {name: value for name, value in body.items() if name not in ("messages", "input")}
+        self._asked, strict_tools = self._body.conversation()
+        self._converted = self._chat.convert(self.request_type, self._asked)
         effort = self._body.effort
         if effort is not None and not self._chat.takes_numbers:
             field = self._body.effort_field
@@ -180,7 +177,7 @@ class ParsedAnswer(Answer):
           tokens: token ids of the answer, without the token that ended it.
         """
         try:
-            repeated = self._chat.convert(self.request_type, self._options | self._sent_back(response))
+            repeated = self._chat.convert(self.request_type, self._asked | self._sent_back(response))
         except APIError:  # no later request can repeat it
             return
         message = next(m for m in repeated.conversation.messages if m.role == "assistant")
@@ -190,7 +187,7 @@ class ParsedAnswer(Answer):
         return [sse(self._as_sent(event), name) for name, event in choice.take_events()]
 
     def _response(self):
-        return JSONResponse(self._as_sent(self.choices[0].response))
+        return self._as_sent(self.choices[0].response)
 
 
 class ChatAnswer(OpenAIAnswer, ParsedAnswer):
@@ -204,7 +201,7 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
     response_type = recipe.ChatCompletionResponse
 
     def _max_tokens(self, room):
-        return self._body.max_completion_tokens or self._body.max_tokens or max(room, 1)
+        return self._body.max_completion_tokens or self._body.max_tokens or room
 
     def _json(self, choice):
         content = choice.response["choices"][0]
@@ -212,8 +209,7 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
         return content | {"message": message, "logprobs": self._logprobs(choice.scored)}
 
     def _usage(self):
-        usages = [choice.response["usage"] for choice in self.choices]
-        details = [usage.get("completion_tokens_details", {}) for usage in usages]
+        details = [choice.response["usage"].get("completion_tokens_details", {}) for choice in self.choices]
         reasoning_tokens = sum(detail.get("reasoning_tokens", 0) for detail in details)
         return super()._usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
@@ -229,8 +225,9 @@ class ChatAnswer(OpenAIAnswer, ParsedAnswer):
 
     def _sent_back(self, response):
         message = response["choices"][0]["message"]
-        calls = message.get("tool_calls") or []
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": ""} for call in message.get("tool_calls") or []
+        ]
         return {"messages": [message, *results]}
 
 
@@ -251,13 +248,13 @@ class ResponsesAnswer(ParsedAnswer):
         return generator.with_namespace_tool_map(request.namespace_tool_map(self._chat.options))
 
     @property
-    def headers(self) -> dict[str, str]:
+    def headers(self):
         some = itertools.islice(self._body.left_out.items(), 8)
         left_out = ", ".join(f"tools[{i}] ({ascii(kind[:40])})" for i, kind in some)
         return {"Warning": f'299 - "left out, since this server runs no tools: {left_out}"'} if left_out else {}
 
     def _max_tokens(self, room):
-        return self._body.max_output_tokens or max(room, 1)
+        return self._body.max_output_tokens or room
 
     def _as_sent(self, part):
         self._num_events += 1
@@ -271,8 +268,11 @@ class ResponsesAnswer(ParsedAnswer):
 
     def _sent_back(self, response):
         items = response["output"]
-        calls = [item for item in items if "call_id" in item]
-        results = [{"type": f"{call['type']}_output", "call_id": call["call_id"], "output": ""} for call in calls]
+        results = [
+            {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": ""}
+            for item in items
+            if "call_id" in item
+        ]
         return {"input": [*items, *results]}
 
     def _error_event(self, error):
@@ -304,8 +304,7 @@ class MessagesAnswer(ParsedAnswer):
         if "content" in part:
             part["content"] = [self._as_sent(block) for block in part["content"]]
         if "usage" in part:
-            num_tokens = {"output_tokens": self.choices[0].num_generated}
-            part["usage"] = self._usage_fields | part["usage"] | num_tokens
+            part["usage"] = self._usage_fields | part["usage"] | {"output_tokens": self.choices[0].num_generated}
         if "stop_reason" in part:
             part = self._stop_fields | part
             if part["stop_reason"] == "max_tokens" and self._limit < self._body.max_tokens:
@@ -313,12 +312,13 @@ class MessagesAnswer(ParsedAnswer):
         return self._block_fields.get(part.get("type", ""), {}) | part
 
     def _max_tokens(self, room):
-        return min(self._body.max_tokens, max(room, 1))
+        return min(self._body.max_tokens, room)
 
     def _sent_back(self, response):
         blocks = response["content"]
-        calls = [block for block in blocks if block["type"] == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": call["id"]} for call in calls]
+        results = [
+            {"type": "tool_result", "tool_use_id": block["id"]} for block in blocks if block["type"] == "tool_use"
+        ]
         return {"messages": [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]}
 
     def _error_event(self, error):
@@ -334,4 +334,4 @@ class TokenCount(MessagesAnswer):
         return 0
 
     def _response(self):
-        return JSONResponse({"input_tokens": len(self._prompts[0])})
+        return {"input_tokens": len(self._prompts[0])}

@@ -48,6 +48,12 @@ class Choice:
       last_seconds: time of the newest update by `time.monotonic`, set by the answer.
     """
 
+    text = ""
+    new_text = ""
+    finish_reason: str | None = None
+    cached_tokens = 0
+    last_seconds = 0.0
+
     def __init__(self, index: int, source: Any, echo: str = "", prompt_offsets: Sequence[tuple[int, int]] = ()):
         """Makes a choice without new tokens.
 
@@ -62,12 +68,7 @@ class Choice:
         self._unshown = echo
         self.prompt = prompt_offsets
         self.scored: list[ScoredToken] = []
-        self.text = ""
-        self.new_text = ""
         self.new_tokens: list[ScoredToken] = []
-        self.finish_reason: str | None = None
-        self.cached_tokens = 0
-        self.last_seconds = 0.0
 
     @property
     def generated(self) -> list[ScoredToken]:
@@ -171,7 +172,7 @@ class TokenNames:
         """Returns {text: log-probability} of the likeliest tokens and this token; None for a prompt's first token."""
         if scored.logprob is None:
             return None
-        by_name: dict[str, float] = {}
+        by_name = {}
         for token, logprob in (*scored.top, (scored.token, scored.logprob)):
             by_name.setdefault(self.name(token)[0], logprob)  # keeps the likeliest of tokens with the same text
         return by_name

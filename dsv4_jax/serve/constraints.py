@@ -105,24 +105,23 @@ def _enforced(schema, whole, strict_tool):
     if is_lenient:
         return {}
     moved = _moved(whole)
-    path, fault = _deepest_fault(moved, moved) or ((), fault)
+    path, fault = next(_faults(moved, moved), ((), fault))
     part = ".".join([*([f"tool {strict_tool!r}"] if strict_tool else []), "schema", *path])
     raise ValueError(f"{part}: {fault}")
 
 
-def _deepest_fault(schema, whole):
-    """Returns (path, reason) of the first part of a schema that cannot be enforced, although its own parts can.
+def _faults(schema, whole):
+    """Yields (path, reason) of each part of a schema that cannot be enforced, a part before the parts that contain it.
 
-    Returns None if the schema can be enforced. References are looked up in `whole`, a result of `_moved`.
+    References are looked up in `whole`, a result of `_moved`.
     """
     if isinstance(schema, bool):
-        return None
+        return
     for path, part in _parts(schema):
-        if (deeper := _deepest_fault(part, whole)) is not None:
-            path_in_part, fault = deeper
-            return (*path, *path_in_part), fault
-    fault = json_fault(_alone(schema, whole), False)
-    return ((), fault) if fault else None
+        for path_in_part, fault in _faults(part, whole):
+            yield (*path, *path_in_part), fault
+    if fault := json_fault(_alone(schema, whole)):
+        yield (), fault
 
 
 def _parts(schema):
@@ -188,7 +187,7 @@ def _parameters(schema, strict_tool):
     properties = properties if isinstance(properties, dict) else {}
     required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     # A required name without a schema of its own gets the schema of additional properties.
-    for name in [*properties, *(name for name in required if name not in properties)]:
+    for name in dict.fromkeys([*properties, *required]):
         value = properties.get(name, additional)
         if value is not False or name in required:
             yield name, _alone(value, moved), name in required
@@ -199,8 +198,7 @@ def _parameters(schema, strict_tool):
 
 def _values(name, schema, is_strict):
     """Returns the grammar's alternatives for a parameter. Strings are written as they are, other values as JSON."""
-    schema = {} if schema is True else schema
-    strings, json_schema = _split(schema, is_strict) if isinstance(schema, dict) else ([], schema)
+    strings, json_schema = _split({} if schema is True else schema, is_strict)
     values = [_parameter(name, True, string) for string in strings]
     if json_schema is not None:
         values.append(_parameter(name, False, f"{json_rule(json_schema, not is_strict)} {_close('parameter')}"))
@@ -217,6 +215,8 @@ def _split(schema, is_strict):
       (strings, json_schema). `strings` are the grammar's alternatives for plain strings. `json_schema` is the schema of
       the values in JSON, or None if there are none.
     """
+    if not isinstance(schema, dict):
+        return [], schema
     keys = schema.keys() - _ANNOTATIONS
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and (not is_strict or keys <= {"type", "enum", "const"}):
@@ -234,8 +234,7 @@ def _split(schema, is_strict):
         length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
         return [rf'/(?s:.){length}<\// dsml "parameter>"'], json_schema
     if keys == {"anyOf"} and isinstance(schema["anyOf"], list):
-        parts = [_split(part, True)[0] for part in schema["anyOf"] if isinstance(part, dict)]
-        return [string for strings in parts for string in strings], schema
+        return [string for part in schema["anyOf"] for string in _split(part, True)[0]], schema
     return [], schema
 
 

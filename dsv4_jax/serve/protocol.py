@@ -3,7 +3,6 @@
 import itertools
 import operator
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -20,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from dsv4_jax.common.arguments import check_temperature, check_top_p
+from dsv4_jax.common.arguments import check, check_temperature, check_top_p
 from dsv4_jax.serve.errors import APIError
 
 
@@ -30,7 +29,7 @@ UNUSED = ("metadata", "client_metadata", "prompt_cache_key", "prompt_cache_reten
 UNUSED += ("cache_control", "service_tier", "speed", "inference_geo", "store", "prediction", "max_tool_calls")
 UNUSED += ("parallel_tool_calls", "prompt_cache_options")
 # `NEUTRAL` maps an unsupported field to the values that are accepted, because they do not change the answer.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -80,7 +79,7 @@ class _Body(BaseModel):
             name
             for name, value in body.items()
             if value is not None and name not in fields
-            if name not in cls._unused and (name not in NEUTRAL or value not in NEUTRAL[name])
+            if name not in cls._unused and value not in NEUTRAL.get(name, ())
         )
         # Unsupported fields stay in the body, so that the validation reports them.
         refused = set(itertools.islice(unsupported, _MAX_ERRORS))
@@ -108,11 +107,6 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
-
-
-def _listed(stop):
-    """Returns a list of stop strings, also for a single one."""
-    return [stop] if isinstance(stop, str) else stop
 
 
 def _greedy_if_tiny(temperature):
@@ -147,7 +141,7 @@ class GenerationBody(_Body):
     # 0 and -1 mean all tokens, as in vLLM.
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda top_k: max(top_k, 0))] = 0
     seed: int | None = None
-    stop: Annotated[_Stops, BeforeValidator(_listed)] = []
+    stop: Annotated[_Stops, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     stop_token_ids: _List[int] = Field([], max_length=1024)
     ignore_eos: bool = False
     cache_salt: str = Field("", min_length=1)  # vLLM's field: requests share prefixes only with the same salt
@@ -178,14 +172,14 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _agree(self):
         best_of = self.best_of or self.n
-        if best_of < self.n:
-            raise ValueError(f"{best_of=} must be at least n={self.n}")
-        if best_of > self.n and self.stream:
-            raise ValueError(f"{best_of=} compares complete answers: leave out stream, or best_of")
+        check(best_of >= self.n, f"{best_of=} must be at least n={self.n}")
+        check(
+            best_of == self.n or not self.stream, f"{best_of=} compares complete answers: leave out stream, or best_of"
+        )
         return self
 
     @property
-    def num_top(self) -> int | None:
+    def num_top(self):
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.logprobs
 
@@ -227,18 +221,16 @@ class Message(_Body):
 
     @model_validator(mode="after")
     def _agree(self):
-        if self.content is None and self.role != "assistant":
-            raise ValueError("content: this field is needed")
+        check(self.content is not None or self.role == "assistant", "content: this field is needed")
         return self
 
     def as_json(self) -> JSONObject:
         """Returns the message in the form that deepseek-recipe takes. The role "developer" becomes "system" there."""
-        role = "system" if self.role == "developer" else self.role
         message = self.model_dump(exclude_defaults=True, exclude={"reasoning", "thinking_blocks"})
         blocks = "".join(block.thinking for block in self.thinking_blocks)
         if reasoning := self.reasoning_content or self.reasoning or blocks:
             message["reasoning_content"] = reasoning
-        return {"content": ""} | message | {"role": role}
+        return {"content": ""} | message | {"role": "system" if self.role == "developer" else self.role}
 
 
 class _ChatBody(GenerationBody):
@@ -248,7 +240,6 @@ class _ChatBody(GenerationBody):
     tool_choice: _TextOr[JSONObject] = "auto"
     effort_field: ClassVar[str]  # path of the field of reasoning effort
     _no_thinking: ClassVar[JSONObject] = {"thinking": {"type": "disabled"}}  # fields that turn reasoning off
-    _form: ClassVar[tuple[str, str]]  # path of the field that holds the schema of the answer
 
     @property
     def effort(self) -> int | None:
@@ -265,7 +256,7 @@ class _ChatBody(GenerationBody):
     def conversation(self) -> tuple[JSONObject, set[str]]:
         """Returns (the part of the body that deepseek-recipe converts, names of the strict tools).
 
-        The fields `strict` are removed from this part, because deepseek-recipe would reduce schemas of strict tools. If
+        The fields `strict` are removed from this part, because deepseek-recipe would reduce schemas that have it. If
         a tool call is required, reasoning is turned off, unless the client sets an option of reasoning.
 
         Raises:
@@ -279,10 +270,10 @@ class _ChatBody(GenerationBody):
                 raise APIError(f"tool_choice: {kind!r} needs tools", param="tool_choice")
             if not asked.keys() & {"thinking", "reasoning", "reasoning_effort"}:
                 asked |= self._no_thinking
-        options, name = self._form
-        form = asked.get(options, {}).get(name)
-        if isinstance(form, dict):
-            form.pop("strict", None)
+        for field in ("response_format", "text", "output_config"):
+            for form in asked.get(field, {}).values():
+                if isinstance(form, dict):
+                    form.pop("strict", None)
         return asked, set(_take_strict(asked.get("tools", [])))
 
 
@@ -312,23 +303,21 @@ class ChatBody(_ChatBody):
 
     @model_validator(mode="after")
     def _agree(self):
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs: true")
+        check(self.logprobs or not self.top_logprobs, f"top_logprobs={self.top_logprobs} needs logprobs: true")
         return self
 
     @property
-    def num_top(self) -> int | None:
+    def num_top(self):
         """The number of likeliest tokens to report; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
-    def asked(self) -> JSONObject:
+    def asked(self):
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         names = {"model", "stop", "tools", "tool_choice", "response_format", "thinking", "reasoning_effort"}
         asked = self.model_dump(include=names, exclude_unset=True)
         return asked | {"messages": [message.as_json() for message in self.messages]}
 
     effort_field = "reasoning_effort"
-    _form = ("response_format", "json_schema")
 
 
 class _OneAnswerBody(_ChatBody):
@@ -350,8 +339,7 @@ class _OneAnswerBody(_ChatBody):
     @classmethod
     def _check_types(cls, items, name, types):
         items = items if isinstance(items, list) else []
-        if len(items) > _MAX_ITEMS:
-            raise ValueError(f"{name}: {len(items)} items are more than {_MAX_ITEMS}")
+        check(len(items) <= _MAX_ITEMS, f"{name}: {len(items)} items are more than {_MAX_ITEMS}")
         for i, item in enumerate(items):
             if not isinstance(item, dict):
                 continue
@@ -389,7 +377,6 @@ class ResponsesBody(_OneAnswerBody):
     store: Literal[False] = False
     effort_field = "reasoning.effort"
     _no_thinking = {"reasoning": {"effort": "none"}}
-    _form = ("text", "format")
     _types = ("message", "input_text", "output_text", "text", "reasoning", "reasoning_text", "summary_text")
     _types += ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
     _tool_types = ("function", "custom", "namespace")
@@ -397,10 +384,13 @@ class ResponsesBody(_OneAnswerBody):
     @property
     def left_out(self) -> dict[int, str]:
         """The tools left out of the prompt, since the server would have to run them, as {index in `tools`: type}."""
-        kinds = ((i, tool.get("type")) for i, tool in enumerate(self.tools))
-        return {i: kind for i, kind in kinds if isinstance(kind, str) and kind not in self._tool_types}
+        return {
+            i: kind
+            for i, tool in enumerate(self.tools)
+            if isinstance(kind := tool.get("type"), str) and kind not in self._tool_types
+        }
 
-    def asked(self) -> JSONObject:
+    def asked(self):
         """Returns the part of the body that deepseek-recipe converts, as the client wrote it."""
         asked = super().asked()
         return asked | {"tools": [tool for i, tool in enumerate(asked.get("tools", ())) if i not in self.left_out]}
@@ -414,11 +404,10 @@ class ToolChoice(_Body):
     _unused = ("disable_parallel_tool_use",)
 
 
-class OutputOptions(_Body):
+class OutputOptions(TextOptions):
     """Options of an answer in Messages: reasoning effort and form."""
 
     effort: _Effort | None = None
-    format: JSONObject = {}
 
 
 class MessagesBody(_OneAnswerBody):
@@ -433,7 +422,6 @@ class MessagesBody(_OneAnswerBody):
     tool_choice: ToolChoice = ToolChoice(type="auto")  # pyrefly: ignore
     thread: JSONObject | None = None  # a conversation stored on the server, which is not supported
     effort_field = "output_config.effort"
-    _form = ("output_config", "format")
     _types = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
     _tool_types = ("custom",)
 
@@ -447,7 +435,7 @@ class MessagesBody(_OneAnswerBody):
             raise ValueError("output_config.format: needs type 'json_schema' and a schema")
         return self
 
-    def conversation(self) -> tuple[JSONObject, set[str]]:
+    def conversation(self):
         """Returns the same as the base class, without redacted reasoning in messages.
 
         Raises APIError if `thread` is set. The error makes Anthropic's client package send all messages instead.
@@ -461,8 +449,9 @@ class MessagesBody(_OneAnswerBody):
             tool.pop("type", None)
         for message in asked["messages"]:
             if isinstance(parts := message.get("content"), list):
-                readable = [p for p in parts if not isinstance(p, dict) or p.get("type") != "redacted_thinking"]
-                message["content"] = readable
+                message["content"] = [
+                    part for part in parts if not isinstance(part, dict) or part.get("type") != "redacted_thinking"
+                ]
         return asked, strict_tools
 
 

@@ -3,8 +3,6 @@
 import asyncio
 import resource
 import signal
-import socket
-from types import FrameType
 from typing import Any
 
 import h11
@@ -37,13 +35,11 @@ class _Protocol(H11Protocol):
             silent = [c for c in connections if c._head_timer and not c.transport.is_closing()]
             oldest = min(silent, key=lambda c: c._head_timer.when(), default=self)
             oldest._refuse(unavailable("the server has too many connections"))
-            if oldest is self:
-                return
         self._watch_head()
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        self._stop_watching()
+        self._watch_head()
 
     def data_received(self, data):
         super().data_received(data)
@@ -54,24 +50,23 @@ class _Protocol(H11Protocol):
         self._refuse(APIError(msg))
 
     def _watch_head(self):
-        """Starts the timer if a request's head is expected and no timer runs. Stops it when the head is complete."""
+        """Starts the timer if a request's head is expected and no timer runs.
+
+        Stops the timer if the head is complete or the connection closes.
+        """
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._stop_watching()
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
         elif self._head_timer is None:
             error = APIError(f"the head of the request did not arrive within {_HEAD_SECONDS:g} seconds", 408)
             self._head_timer = self.loop.call_later(_HEAD_SECONDS, self._refuse, error)
-
-    def _stop_watching(self):
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
     def _refuse(self, error):
         """Sends an error, unless a response has begun already, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             response = error.response()
-            headers = [*response.raw_headers, (b"connection", b"close")]
-            head = h11.Response(status_code=error.status, headers=headers)
+            head = h11.Response(status_code=error.status, headers=[*response.raw_headers, (b"connection", b"close")])
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -101,13 +96,13 @@ class HTTPServer(uvicorn.Server):
         self._service: Service = app.state.service
         self._grace_seconds = grace_seconds
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig, frame):
         """Overrides uvicorn's handler of signals, which would raise the signal again after a graceful shutdown."""
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    async def shutdown(self, sockets=None):
         """Refuses new requests, waits for running ones up to `grace_seconds`, and shuts down as uvicorn does."""
         self._service.stopping = True
         error = unavailable("the server is stopping, and this request took too long")

@@ -1,9 +1,7 @@
 """The server's metrics, in the text format of Prometheus."""
 
-from collections.abc import Iterator, Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from dsv4_jax.serve.async_engine import AsyncEngine
 
@@ -12,7 +10,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 # `_FIELDS` maps the prefix of a metric's name to {field: description}. The fields are those of `EngineMetrics`,
 # `PrefixMetrics`, `PrefixFileMetrics` and `ExpertMetrics`, one class for each prefix. Fields in `_GAUGES` become
 # gauges, all others counters.
-_FIELDS: Mapping[str, Mapping[str, str]] = {
+_FIELDS = {
     "": {
         "steps": "steps that ran tokens",
         "prompt_tokens": "prompt tokens computed, without those from the prefix cache",
@@ -82,7 +80,7 @@ class ServerMetrics:
         """Returns the current metrics as text."""
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self):
         """Yields the metrics of the engine. Prometheus's registry calls it for `text`."""
         metrics = self._engine.metrics
         schema = self._engine.engine.manager.schema
@@ -95,7 +93,7 @@ class ServerMetrics:
             used.add_metric([name], pool.used)
             total.add_metric([name], pool.total)
         yield from (used, total)
-        files = None if metrics.prefix is None else metrics.prefix.files
+        files = getattr(metrics.prefix, "files", None)
         sources = {"": metrics, "prefix_": metrics.prefix, "prefix_disk_": files, "expert_": metrics.experts}
         for prefix, source in sources.items():
             if source is None:

@@ -65,6 +65,8 @@ class Service:
       compile: function that works as `Vocabulary.compile`, and keeps the 64 most recently used grammars.
     """
 
+    stopping = False
+
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer | None, options: ServerOptions):
         self.engine = engine
         self.manager = engine.engine.manager
@@ -76,7 +78,7 @@ class Service:
         # A body has room for a prompt as long as the context, even if each token takes several escaped characters.
         self.max_body_bytes = 2**20 + 64 * self.manager.schema.max_context
         self.created = int(time.time())
-        self.stopping = False
+
         self.compile = functools.lru_cache(maxsize=64)(lambda lark: self.vocabulary.compile(lark))
 
     @functools.cached_property
@@ -84,5 +86,4 @@ class Service:
         """The model's vocabulary for grammars, made at first use. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer.json")
-        size = self.manager.schema.config.vocab_size
-        return Vocabulary(self.tokenizer, size, self.options.end_tokens)
+        return Vocabulary(self.tokenizer, self.manager.schema.config.vocab_size, self.options.end_tokens)
