@@ -77,9 +77,8 @@ def convert_checkpoint(
     naming = naming or keys.detect_naming(config, stored)
     check_storage(weights, naming)
     pairs = zip(table, keys.weights(config, naming), strict=True)
-    # If the head is tied to the embedding and has no tensor in the source, no tensor is written for it.
-    (embedding,) = (weight.sources for weight in table if weight.path == keys.EMBEDDING)
-    pairs = [(old, new) for old, new in pairs if old.path == keys.EMBEDDING or old.sources != embedding]
+    # If the head is tied to the embedding, `table[0]`, and has no tensor in the source, no tensor is written for it.
+    pairs = [(old, new) for old, new in pairs if old is table[0] or old.sources != table[0].sources]
     headers = [entries for _, new in pairs for entries in tensor_headers(new, weights)]
     _check_room(folder, total_bytes(headers))
 
