@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.reader import read_file
 from dsv4_jax.common.arguments import check_positive, check_whole
-from dsv4_jax.common.downloads import parse_json
+from dsv4_jax.common.downloads import read_json_object
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.nn.lora import Adapters, add_adapters, linear_modules, module_variables, place_adapters
 
@@ -159,11 +159,7 @@ def _of_adapter(side, number):
 
 def _read(folder, places):
     """Returns (rank, scale, {module: {"down": [r, inputs], "up": [outputs, r]}}) of an adapter's folder."""
-    try:
-        text = (folder / _CONFIG).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {folder / _CONFIG}: {error.strerror}") from None
-    config = parse_json(str(folder / _CONFIG), text)
+    config = read_json_object(folder / _CONFIG)
     for field, accepted in _PLAIN.items():
         if config.get(field) not in accepted:
             raise ValueError(f"{field}={config.get(field)!r} in {_CONFIG} must be {accepted[-1]!r}")
