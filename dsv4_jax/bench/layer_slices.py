@@ -6,8 +6,7 @@ with this layer therefore includes the other layer, too.
 
 import collections
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import OWN
@@ -24,7 +23,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 def _sources(config, layer):
     """Returns the indices of the layers whose entries, selection or candidates a layer uses; may include the layer."""
     spec = config.specs[layer]
-    owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
+    owners = [other.layer for other in config.specs if other.owner and _place(other) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
 
 
@@ -107,8 +106,9 @@ def chosen_layers(config: DSV4Config, count: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def numbers_label(numbers: Iterable[int]) -> str:
+def numbers_label(numbers: Collection[int]) -> str:
     """Formats ascending numbers, with ranges of consecutive ones, such as "0-3, 14, 20-24"."""
-    groups = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
-    ranges = [[number for _, number in group] for _, group in groups]
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges)
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    ranges = zip(starts, ends, strict=True)
+    return ", ".join(f"{start}-{end}" if start < end else str(start) for start, end in ranges)

@@ -182,14 +182,11 @@ def _serve(engine, script):
                 replies[conversation, turn] = request.generated
                 if turn + 1 < len(script[conversation]):
                     send(conversation, turn + 1, request.tokens.tolist())
-    return _measurements(engine.metrics, first_tokens, time.perf_counter() - begin), replies
-
-
-def _measurements(metrics, first_tokens, seconds):
-    """Returns the measurements of a served workload. `first_tokens` is as in `_serve`; `seconds` is the total time."""
+    seconds = time.perf_counter() - begin
+    metrics = engine.metrics
     tokens_sent = sum(tokens for tokens, _ in first_tokens)
     waits = sorted(wait for _, wait in first_tokens)
-    return {
+    measurements = {
         "prefix_cache": metrics.prefix is not None,
         "requests": metrics.finished,
         "prompt_tokens_sent": tokens_sent,
@@ -207,6 +204,7 @@ def _measurements(metrics, first_tokens, seconds):
         "preemptions": metrics.preemptions,
         "first_tokens": first_tokens,
     }
+    return measurements, replies
 
 
 def _compiled(model):

@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages import ExpertMemory, HostTables, program_bytes
 from dsv4_jax.nn import add_adapters
 from dsv4_jax.nn.lora import adapter_variables, place_adapters
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
-from dsv4_jax.quant import KVFormat, quantized_shapes
+from dsv4_jax.quant import quantized_shapes
 
 
 # Requests start this number of tokens before the context, so that no measured step exceeds it. Each step that warms up
@@ -125,7 +125,7 @@ class StepOptions(ModelSetup):
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
       batch_invariant: whether decode steps run in the program for prompts, see `EngineConfig.batch_invariant`.
-      kv_format: storage format of the cache's rows; None = the format of the model's release.
+      cache_format: name of the format of the cache's rows; None = the format of the model's release.
     """
 
     batches: tuple[int, ...]
@@ -134,7 +134,7 @@ class StepOptions(ModelSetup):
     context_parallel: bool = False
     skew: tuple[float, ...] = (0.0,)
     batch_invariant: bool = False
-    kv_format: KVFormat | str | None = None
+    cache_format: str | None = None
 
     def check(self, config: DSV4Config) -> None:
         """Raises ValueError if the mesh does not divide the model or a batch, or a number is out of range."""
@@ -172,7 +172,7 @@ class StepOptions(ModelSetup):
             "max_context": context,
             "max_query_tokens": 1 + self.drafts,
             "context_parallel": self.context_parallel,
-            "kv_format": self.kv_format,
+            "kv_format": self.cache_format,
         }
 
     def largest_cache(self, config: DSV4Config) -> CacheSchema:

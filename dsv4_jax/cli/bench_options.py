@@ -38,7 +38,7 @@ class Benchmark(options.Command):
     """
 
     _plot: ClassVar[str]
-    _sizes: ClassVar[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    _sizes: ClassVar[dict[str, Any]] = {}
     out: Annotated[Path | None, options.optional("FILE.json", name="json")] = None
 
     def run(self) -> None:
@@ -51,8 +51,8 @@ class Benchmark(options.Command):
             if plot.suffix != ".png":
                 raise ValueError(f"--plot {plot} must end in .png")
         # Check that the files can be written before the run, which takes minutes.
-        for option, path in (("json", self.out), ("plot", plot)):
-            options.check_file(option, path, "written")
+        options.check_file("json", self.out, "written")
+        options.check_file("plot", plot, "written")
         if self.expert_bytes() is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.
@@ -105,10 +105,8 @@ class ModelBenchmark(Benchmark):
     cache_format: Literal["v4", "v41", "per_entry"] | None = None
 
     def _model(self, report):
-        """Returns the model's configuration and the format of the cache, and adds their names to the report."""
-        from dsv4_jax.quant import kv_format
-
+        """Returns the model's configuration, and adds the names of the model and of the cache's format to the report."""
         config = options.named_config(self.config, "--config", mtp=vars(self).get("drafts", 0) > 0)
-        cache_format = kv_format(self.cache_format or config.kv_format)
-        report |= {"shapes": self.config.removeprefix("v4_"), "cache_format": cache_format.name}
-        return config, cache_format
+        report["shapes"] = self.config.removeprefix("v4_")
+        report["cache_format"] = self.cache_format or config.kv_format
+        return config
