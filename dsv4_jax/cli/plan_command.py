@@ -129,7 +129,7 @@ class PlanCommand(Command):
             kv_format=self.cache_format,
             dtype=jnp.dtype(self.dtype),
             block_tokens=block_tokens(config) if self.block_tokens is None else self.block_tokens,
-            max_query_tokens=max(self.max_query_tokens, 1 + self.drafts) if self.drafts else self.max_query_tokens,
+            max_query_tokens=max(self.max_query_tokens, 1 + self.drafts),
         )
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
