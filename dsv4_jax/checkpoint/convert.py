@@ -8,7 +8,6 @@ from pathlib import Path
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Naming, Storage
 from dsv4_jax.checkpoint.match import match_weights
-from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, read_checkpoint
 from dsv4_jax.checkpoint.rounding_loss import RoundingLoss
 from dsv4_jax.checkpoint.save import (
@@ -94,9 +93,9 @@ def convert_checkpoint(
             yield from _converted(old, new, dtype, tensors, losses[dtype])
 
     try:
-        with byte_bar("Converting weights", total_bytes(headers), progress) as advance:
-            content = describe_storage(content, weights, config.weight_block)
-            write_checkpoint(partial, content, headers, arrays(), shard_bytes=shard_bytes, advance=advance)
+        content = describe_storage(content, weights, config.weight_block)
+        title = "Converting weights" if progress else None
+        write_checkpoint(partial, content, headers, arrays(), shard_bytes=shard_bytes, title=title)
         _copy_others(source if source.is_dir() else source.parent, partial)
         partial.rename(folder)
     except BaseException:
