@@ -120,7 +120,23 @@ def _measure(config, workload, mesh):
     replies = []
     for cached in (False, True):
         before = _compiled(model)
-        engine = _engine(model, config, workload, cached, mesh)
+        # There are twice the blocks that running requests can hold, so that half of them can hold cached prefixes.
+        manager = KVCacheManager(
+            config,
+            num_blocks=2 * SLOTS * workload.max_context // BLOCK_TOKENS,
+            max_requests=SLOTS,
+            max_context=workload.max_context,
+            block_tokens=BLOCK_TOKENS,
+            max_query_tokens=1 + workload.drafts,
+            mesh=mesh,
+        )
+        engine = Engine(
+            model,
+            manager,
+            token_budget=TOKEN_BUDGET,
+            drafter=PromptLookup() if workload.drafts else None,
+            prefix=PrefixCache(manager, key="packaged model") if cached else None,
+        )
         engine.warm_up()
         compiled = _compiled(model)
         row, reply = _serve(engine, workload.script(config.vocab_size))
@@ -130,27 +146,6 @@ def _measure(config, workload, mesh):
             "compilations_later": _compiled(model) - compiled,
             "same_tokens": reply == replies[0],
         }
-
-
-def _engine(model, config, workload, cached, mesh):
-    """Returns an engine that can serve the workload, with a prefix cache if `cached` is True."""
-    # There are twice the blocks that running requests can hold, so that half of them can hold cached prefixes.
-    manager = KVCacheManager(
-        config,
-        num_blocks=2 * SLOTS * workload.max_context // BLOCK_TOKENS,
-        max_requests=SLOTS,
-        max_context=workload.max_context,
-        block_tokens=BLOCK_TOKENS,
-        max_query_tokens=1 + workload.drafts,
-        mesh=mesh,
-    )
-    return Engine(
-        model,
-        manager,
-        token_budget=TOKEN_BUDGET,
-        drafter=PromptLookup() if workload.drafts else None,
-        prefix=PrefixCache(manager, key="packaged model") if cached else None,
-    )
 
 
 def _serve(engine, script):

@@ -89,31 +89,25 @@ class PlanCommand(Command):
         weights = given_bytes or sum(kind["device"] for kind in kinds.values())
         if weights > memory:
             raise ValueError(f"--weights {self.weights}: {weights} bytes are more than --memory {memory} bytes")
-        experts = self._plan_experts(config, memory)
-        if experts is not None:
+        experts = {}
+        if self.expert_memory is not None:
+            if self.weights is not None or self.mesh is not None:
+                raise ValueError(
+                    "--expert-memory is for one GPU and counts the weights: leave out --weights and --mesh"
+                )
+            cache = self._schema(config, self.context, self.max_requests or 1).memory_bytes()
+            experts = plan_experts(config, self.expert_memory, memory, cache, self.gpu)
             weights = experts["weights_bytes"]
         devices_per_shard = check_context_parallel(sizes, self.context_parallel)
         report = self._report(one, memory, _Device(memory - weights, sizes.get("data", 1), devices_per_shard))
         if kinds:
             report["weights"] = kinds
-        if experts is not None:
+        if experts:
             report["expert_memory"] = experts
         if self.as_json:
             print(json.dumps(report))
         else:
             _print_report(report, one)
-
-    def _plan_experts(self, config, memory):
-        """Returns the result of `plan_experts`; None without --expert-memory.
-
-        Raises ValueError if other options contradict --expert-memory, or the weights do not fit the GPU.
-        """
-        if self.expert_memory is None:
-            return None
-        if self.weights is not None or self.mesh is not None:
-            raise ValueError("--expert-memory is for one GPU and counts the weights: leave out --weights and --mesh")
-        cache = self._schema(config, self.context, self.max_requests or 1).memory_bytes()
-        return plan_experts(config, self.expert_memory, memory, cache, self.gpu)
 
     def _schema(self, config, context, requests=1):
         """Returns the schema of a cache that holds `requests` requests of `context` tokens each."""
@@ -232,13 +226,13 @@ def _print_report(report, one):
     tokens = report["block_tokens"]
     console.print(_rows(one), highlight=False)
 
-    columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
+    columns = "pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}"
     table = number_table("Bytes, over all layers", *columns)
     pools = report["pools"]
     sums = {key: sum(pool[key] for pool in pools.values()) for key in ("per_block", "per_request", "full")}
     for name, pool in (*pools.items(), ("sum", sums)):
         block = pool["per_block"]
-        cells = (f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}")
+        cells = f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}"
         table.add_row(name, *cells, style="bold" if name == "sum" else None)
     console.print(table)
 
