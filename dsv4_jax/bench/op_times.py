@@ -52,9 +52,7 @@ COLUMNS = {
 }
 
 
-def chosen_cases(
-    config: DSV4Config, kv_format: str, names: Sequence[str], only: Sequence[str] = ()
-) -> Iterator[Case]:
+def chosen_cases(config: DSV4Config, kv_format: str, names: Sequence[str], only: Sequence[str] = ()) -> Iterator[Case]:
     """Yields the cases to measure.
 
     Without a GPU, large cases are left out, and of several cases whose labels differ only in numbers only the first is

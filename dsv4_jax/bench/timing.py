@@ -120,9 +120,13 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
         launches = []
         for plane in ProfileData.from_file(str(path)).planes:
             if plane.name.startswith("/device:GPU"):
-                events = [event for line in plane.lines for event in line.events if not event.name.startswith("Mem")]
-                spans = [(event.start_ns, event.start_ns + event.duration_ns, event.name) for event in events]
-                launches += without_overlaps(sorted(spans))
+                spans = sorted(
+                    (event.start_ns, event.start_ns + event.duration_ns, event.name)
+                    for line in plane.lines
+                    for event in line.events
+                    if not event.name.startswith("Mem")
+                )
+                launches += without_overlaps(spans)
     return launches[1:]  # without the kernel of `evict`
 
 

@@ -60,16 +60,15 @@ def load_adapters(
     if not folders:
         raise ValueError("folders is empty: give at least one adapter")
     places = _places(model)
-    adapters = {}  # {name: (rank, scale, {module: its matrices})}
+    adapters = []  # (rank, scale, {module: its matrices}) of each
     for name, folder in folders.items():
         try:
-            adapters[name] = _read(Path(folder), places)
+            adapters.append(_read(Path(folder), places))
         except (TypeError, ValueError) as error:
             raise ValueError(f"adapter {name!r}: {error}") from None
-    rank = max(rank for rank, _, _ in adapters.values())
-    targets = {places[module].target for _, _, maps in adapters.values() for module in maps}
-    scales = [scale for _, scale, _ in adapters.values()]
-    add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, dtype=dtype, place=False)
+    ranks, scales, all_maps = zip(*adapters, strict=True)
+    targets = {places[module].target for maps in all_maps for module in maps}
+    add_adapters(model, [*folders], rank=max(ranks), scales=scales, targets=targets, dtype=dtype, place=False)
     views = parameter_views(model)
     for module, place in places.items():
         if f"{place.path}.up" not in views:  # none of the files has this map
@@ -77,7 +76,7 @@ def load_adapters(
         for side in _SIDES:
             view = views[f"{place.path}.{side}"]
             values = np.zeros(view.shape, np.float32)
-            for adapter_index, (_, _, maps) in enumerate(adapters.values()):
+            for adapter_index, maps in enumerate(all_maps):
                 if module in maps:
                     matrix = maps[module][side]
                     rows, columns = matrix.shape

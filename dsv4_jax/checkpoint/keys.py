@@ -235,7 +235,7 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
         naming: sum(source in names for weight in weights(config, naming) for source in weight.sources)
         for naming in get_args(Naming.__value__)
     }
-    best = max(hits, key=lambda naming: hits[naming])
+    best = max(hits, key=hits.__getitem__)
     if not hits[best]:
         shown = ", ".join(sorted(names)[:3]) or "none at all"
         raise ValueError(f"these are not DeepSeek-V4 weights in any known naming; the tensors are {shown} ...")

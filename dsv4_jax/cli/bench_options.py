@@ -105,7 +105,7 @@ class ModelBenchmark(Benchmark):
     cache_format: Literal["v4", "v41", "per_entry"] | None = None
 
     def _model(self, report):
-        """Returns the model's configuration, and adds the names of the model and of the cache's format to the report."""
+        """Returns the model's configuration. Adds the names of the model and of the cache's format to the report."""
         config = options.named_config(self.config, "--config", mtp=vars(self).get("drafts", 0) > 0)
         report["shapes"] = self.config.removeprefix("v4_")
         report["cache_format"] = self.cache_format or config.kv_format

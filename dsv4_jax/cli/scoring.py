@@ -139,7 +139,7 @@ def score_ids(
       For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Values for the last token of a row
       mean nothing, because token id 0 stands for the missing next token.
     """
-    slots = [manager.admit(row) for row in ids]
+    slots = np.array([manager.admit(row) for row in ids])
     compiled = CompiledModel.of(model)
     cache = manager.init_cache()
     start = 0
@@ -147,7 +147,7 @@ def score_ids(
     for n in sizes:
         stop = start + n
         tokens = manager.check_ids(ids[:, start:stop].reshape(-1))
-        batch, begins = manager.prepare_arrays(np.array(slots), np.full((len(slots),), n), tokens)
+        batch, begins = manager.prepare_arrays(slots, np.full_like(slots, n), tokens)
         if window_only:  # entries need a block to be stored and read
             batch = dataclasses.replace(batch, new_blocks=jnp.full_like(batch.new_blocks, -1))
         places = begins[:, None] + np.arange(n)  # [B, n] indices of the tokens in the batch
