@@ -96,7 +96,10 @@ def convert_checkpoint(
         content = describe_storage(content, weights, config.weight_block)
         title = "Converting weights" if progress else None
         write_checkpoint(partial, content, headers, arrays(), shard_bytes=shard_bytes, title=title)
-        _copy_others(source if source.is_dir() else source.parent, partial)
+        for file in (source if source.is_dir() else source.parent).iterdir():
+            is_about_weights = file.name in ("config.json", INDEX_NAME)
+            if file.is_file() and file.suffix in _COPIED and not file.name.startswith(".") and not is_about_weights:
+                shutil.copy(file, partial)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -121,7 +124,7 @@ def _converted(old, new, dtype, tensors, loss):
         if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:  # copied as it is
             yield tensor.codes.data
             yield tensor.scale.data
-            loss.keep(name, math.prod(tensor.shape))
+            loss.tensors[name].num_values += math.prod(tensor.shape)
             continue
         if isinstance(tensor, QuantizedTensor) and not is_quantized_kind(dtype):  # dequantized, some rows at a time
             for start in range(0, tensor.shape[0], _ROWS):
@@ -129,14 +132,6 @@ def _converted(old, new, dtype, tensors, loss):
             continue
         for piece in tensor.load().reshape(pieces, -1, tensor.shape[-1]):
             yield from encode(name, piece, dtype, loss)
-
-
-def _copy_others(source, folder):
-    """Copies the files beside the weights, such as tokenizer.json, without config.json, the index and hidden files."""
-    for file in source.iterdir():
-        is_about_weights = file.name in ("config.json", INDEX_NAME)
-        if file.is_file() and file.suffix in _COPIED and not file.name.startswith(".") and not is_about_weights:
-            shutil.copy(file, folder)
 
 
 def _check_room(folder, nbytes):
