@@ -6,7 +6,7 @@ with this layer therefore includes the other layer, too.
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import OWN
@@ -32,30 +32,25 @@ def _place(spec):
     return spec.group, spec.index
 
 
-def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) -> DSV4Config:
+def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1, *, hashed: bool = True) -> DSV4Config:
     """Returns the configuration of a model that has only some of a model's layers.
 
     Args:
       config: configuration of the whole model.
       layers: indices of the layers in ascending order, with all layers that they need, see `with_sources`.
       repeats: number of copies of the last layer.
+      hashed: whether the layers that select experts by token id still do so. If False, all layers select by scores.
     """
     numbers = list(layers)
     specs = _sliced_specs(config, numbers)
     numbers += numbers[-1:] * (repeats - 1)
     specs += specs[-1:] * (repeats - 1)
-    sliced = dataclasses.replace(config, engram=None)
-    sliced = sliced.with_layers(specs, [config.mlp_layer_types[number] for number in numbers])
+    mlps = [config.mlp_layer_types[number] for number in numbers] if hashed else None
+    sliced = dataclasses.replace(config, engram=None).with_layers(specs, mlps)
     engram_layers = [i for i, number in enumerate(numbers) if config.has_engram(number)]
     if config.engram is None or not engram_layers:
         return sliced
     return dataclasses.replace(sliced, engram=config.engram.resized(engram_layers, config.engram.vocab_size))
-
-
-def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
-    """Returns the configuration that `slice_config` returns, except that no layer selects experts by token id."""
-    sliced = slice_config(config, layers, repeats)
-    return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
 
 
 def _sliced_specs(config, numbers):

@@ -7,7 +7,7 @@ import numpy as np
 
 from dsv4_jax.bench.cases import measured_config
 from dsv4_jax.bench.decode_steps import measure
-from dsv4_jax.bench.layer_slices import kind_config, layer_kinds, with_sources
+from dsv4_jax.bench.layer_slices import layer_kinds, slice_config, with_sources
 from dsv4_jax.bench.step_options import StepOptions, check_numbers
 from dsv4_jax.bench.tables import LAYER_KINDS, Row, kind_columns, print_rows
 from dsv4_jax.config import DSV4Config
@@ -63,7 +63,8 @@ def _measure(config, options, report):
         """Returns {(context, chunk): amounts, see `_amounts`} of the layers with these indices."""
         if not layers:
             return {}
-        steps = measure(kind_config(config, layers).with_drafts(False), options, report)
+        small_config = slice_config(config, layers, hashed=False).with_drafts(False)
+        steps = measure(small_config, options, report)
         return {(step["context"], step["tokens"]): _amounts(step) for step in steps}
 
     # `totals` maps (context, chunk) to [number of layers, the amounts, the floor], summed over all layers.

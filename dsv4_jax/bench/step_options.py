@@ -57,11 +57,15 @@ class ModelSetup:
     host_tables: bool = False
     adapters: int = 0
 
-    def fit_tables(self, config: DSV4Config) -> DSV4Config:
+    def fit_tables(self, config: DSV4Config, report: Row | None = None) -> DSV4Config:
         """Returns the configuration, with Engram's tables reduced if they are larger than what the machine holds.
 
         A token reads the same number of rows from a smaller table. Tables on devices take at most about
         `MAX_TABLE_BYTES` of each device. Tables in host memory take at most half of the host's memory.
+
+        Args:
+          config: configuration of the model.
+          report: report to which the numbers of rows are added if they are reduced, and printed; None for no report.
         """
         engram = config.engram
         if engram is None:
@@ -71,18 +75,12 @@ class ModelSetup:
             max_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         row_bytes = sum(map(math.prod, quantized_shapes(ENGRAM_KIND, (1, engram.head_dim))))
         rows = max_bytes // (row_bytes * len(engram.layer_ids) * engram.rows)
-        return dataclasses.replace(
-            config, engram=engram.resized(engram.layer_ids, max(2, min(engram.vocab_size, rows)))
-        )
-
-    def reduce_tables(self, config: DSV4Config, report: Row) -> DSV4Config:
-        """Does the same as `fit_tables`. Prints and reports the numbers of rows of the tables if they are reduced."""
-        reduced = self.fit_tables(config)
-        if config.engram is not None and reduced.engram is not None and reduced != config:
-            rows = report["engram_rows"] = reduced.engram.num_embeddings
-            whole = report["engram_rows_of_release"] = config.engram.num_embeddings
+        reduced = engram.resized(engram.layer_ids, max(2, min(engram.vocab_size, rows)))
+        if report is not None and reduced != engram:
+            rows = report["engram_rows"] = reduced.num_embeddings
+            whole = report["engram_rows_of_release"] = engram.num_embeddings
             print(f"Engram's tables have {rows} rows, not {whole}, which this machine does not hold")
-        return reduced
+        return dataclasses.replace(config, engram=reduced)
 
     def make_model(self, config: DSV4Config, schema: CacheSchema, tokens: int, skew: float) -> CompiledModel:
         """Makes the model.

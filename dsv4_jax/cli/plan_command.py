@@ -259,19 +259,22 @@ def _print_report(report, one):
 
 
 def _rows(one):
-    """Returns text that lists the bytes of each field of a window row, an entry and an indexer key."""
+    """Returns the bytes of a window row, an entry and an indexer key as text.
+
+    For instance, "A KV row: 448 (nope) + 128 (rope) + 8 (scale) = 584 bytes; an indexer key: ...".
+    """
     window = one.window_codec.struct
     groups = one.groups.values()
     entries = [group.entry.struct for group in groups if group.entry.struct != window]
     keys = [group.key.struct for group in groups if group.key is not None]
-    rows = [("A window row" if entries else "A KV row", window)]
-    rows += [("an entry", entry) for entry in entries[:1]]
-    rows += [("an indexer key", key) for key in keys[:1]]
-    return "; ".join(_fields(*row) for row in rows) + "."
-
-
-def _fields(name, struct):
-    """Returns text such as "A KV row: 448 (nope) + 128 (rope) + 8 (scale) = 584 bytes"."""
-    fields = [(field, value.size * value.dtype.itemsize) for field, value in vars(struct).items() if value is not None]
-    sizes = " + ".join(f"{size} ({field})" for field, size in fields if size)
-    return f"{name}: {sizes} = {sum(size for _, size in fields)} bytes"
+    structs = {"A window row" if entries else "A KV row": window}
+    if entries:
+        structs["an entry"] = entries[0]
+    if keys:
+        structs["an indexer key"] = keys[0]
+    rows = []
+    for name, struct in structs.items():
+        sizes = {field: x.size * x.dtype.itemsize for field, x in vars(struct).items() if x is not None}
+        parts = " + ".join(f"{size} ({field})" for field, size in sizes.items() if size)
+        rows.append(f"{name}: {parts} = {sum(sizes.values())} bytes")
+    return "; ".join(rows) + "."
