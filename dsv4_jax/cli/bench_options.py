@@ -34,12 +34,12 @@ class Benchmark(options.Command):
     the name of a function in `bench.plots`. `_sizes` is {option: (default sizes on a GPU, default sizes on a CPU)}.
 
     Attributes:
-      out: also write the results to this file.
+      json: also write the results to this file.
     """
 
     _plot: ClassVar[str]
     _sizes: ClassVar[dict[str, Any]] = {}
-    out: Annotated[Path | None, options.optional("FILE.json", name="json")] = None
+    json: Annotated[Path | None, options.optional("FILE.json")] = None
 
     def run(self) -> None:
         """Runs the benchmark and writes its files. Raises ValueError if an option is wrong."""
@@ -51,7 +51,7 @@ class Benchmark(options.Command):
             if plot.suffix != ".png":
                 raise ValueError(f"--plot {plot} must end in .png")
         # Check that the files can be written before the run, which takes minutes.
-        options.check_file("json", self.out, "written")
+        options.check_file("json", self.json, "written")
         options.check_file("plot", plot, "written")
         if self.expert_bytes() is not None:
             startup.show_log()
@@ -65,8 +65,8 @@ class Benchmark(options.Command):
         results = []
         for row in self._results(report, make_mesh(sizes) if sizes else None):
             results.append(row)
-            if self.out is not None:
-                write_report(self.out, report | {"results": results})
+            if self.json is not None:
+                write_report(self.json, report | {"results": results})
         if plot is not None:
             from dsv4_jax.bench import plots
 

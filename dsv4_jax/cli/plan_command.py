@@ -16,7 +16,6 @@ from dsv4_jax.cli.options import (
     ContextParallel,
     Dtype,
     ExpertParallel,
-    JsonFlag,
     MeshOption,
 )
 from dsv4_jax.cli.weight_plan import expert_table, number_table, plan_experts, plan_weights, weight_table
@@ -57,7 +56,7 @@ class PlanCommand(Command):
         60GB. auto: what the other weights, the programs and --max-requests full requests (default: one) leave. Reports
         how many experts stay in host memory and estimates the time of a step.
       gpu: GPU whose measured rates the estimate uses.
-      as_json: print one JSON object instead.
+      json: print one JSON object instead.
     """
 
     config: Annotated[str, tyro.conf.arg(metavar="|".join(("DIR", *options.PRESETS)))]
@@ -75,7 +74,7 @@ class PlanCommand(Command):
     context_parallel: ContextParallel = False
     expert_memory: str | None = None
     gpu: Literal["h100", "h200"] = "h100"
-    as_json: JsonFlag = False
+    json: bool = False
 
     def run(self) -> None:
         """Runs the command. Raises ValueError after a user's mistake."""
@@ -104,7 +103,7 @@ class PlanCommand(Command):
             report["weights"] = kinds
         if experts:
             report["expert_memory"] = experts
-        if self.as_json:
+        if self.json:
             print(json.dumps(report))
         else:
             _print_report(report, one)
