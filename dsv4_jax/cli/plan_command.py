@@ -59,7 +59,7 @@ class PlanCommand(Command):
       json: print one JSON object instead.
     """
 
-    config: Annotated[str, tyro.conf.arg(metavar="|".join(("DIR", *options.PRESETS)))]
+    config: Annotated[str, tyro.conf.arg(metavar=options.MODELS)]
     memory: str
     context: int
     max_requests: int | None = None
