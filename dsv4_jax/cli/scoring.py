@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache import Batch
 from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
-from dsv4_jax.decode.sampling import GREEDY
+from dsv4_jax.decode.sampling import GREEDY, log_probabilities
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.sharded_step import sharded_step
 
@@ -57,8 +57,7 @@ def score_step(
     names = {"attention_in": "attn_in", "attention_out": "attn_out"} if layers else {}
     hidden, streams, recorded, cache = model.model(cache, batch, record=names)
     logits = model.logits(hidden)
-    next_logits = jnp.take_along_axis(logits, next_tokens[:, None], axis=1)[:, 0]
-    results = {"log_likelihoods": next_logits - jax.nn.logsumexp(logits, axis=1)}
+    results = {"log_likelihoods": log_probabilities(logits, next_tokens)[0]}
     if keep_logits:
         results["logits"] = logits
     for layer_numbers, values in recorded:
