@@ -206,7 +206,7 @@ def paged_view(
         shared.
     """
     block_entries = schema.entries_per_block(group.name)
-    block_counts = np.array([-(-length // block_entries) for length in lengths])
+    block_counts = -(-np.array(lengths) // block_entries)
     view = IndexerView if isinstance(codec, KeyCodec) else ClassicalView
 
     def make(rng):

@@ -93,7 +93,7 @@ def run(config: DSV4Config, options: StepOptions, report: Row, *, each_kind: boo
     for layer in layer_slices.layer_kinds(config):
         layers = layer_slices.with_sources(config, [layer])
         label = layer_slices.numbers_label(layers) + (f" x {count}" if count > 1 else "")
-        small_config = layer_slices.kind_config(config, layers, count)
+        small_config = layer_slices.slice_config(config, layers, count, hashed=False)
         for row in _run(small_config, options, report, label, loop=options.mesh is not None):
             yield {"layer_type": config.specs[layer].layer_type} | row
 
@@ -137,7 +137,7 @@ def measure(config: DSV4Config, options: StepOptions, report: Row, *, loop: bool
       loop: whether the on-device loop is measured, too. It is measured only for the first batch size.
     """
     report["clock"] = "wall clock of steps, kernel time from CUPTI"
-    config = options.reduce_tables(config.with_drafts(options.drafts > 0), report)
+    config = options.fit_tables(config.with_drafts(options.drafts > 0), report)
     max_tokens = max(options.batches) * max(1 + options.drafts, *options.chunks, 0)
     model = options.make_model(config, options.largest_cache(config), max_tokens, max(options.skew))
     if model.expert_memory is not None:

@@ -119,7 +119,7 @@ def run(config: DSV4Config, options: EngineOptions, report: Row) -> Iterator[Row
     check_whole("layers", options.layers, 0, config.num_hidden_layers)
     layers = chosen_layers(config, options.layers or config.num_hidden_layers)
     label = numbers_label(layers)
-    config = options.reduce_tables(slice_config(config, layers).with_drafts(options.drafts > 0), report)
+    config = options.fit_tables(slice_config(config, layers).with_drafts(options.drafts > 0), report)
     if options.max_context > (limit := config.max_position_embeddings):
         raise ValueError(f"--prompts and --context need {options.max_context} tokens; the model's context is {limit}")
     schema = CacheSchema(config, **options.cache_sizes(max(options.requests)))

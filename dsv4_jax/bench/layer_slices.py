@@ -6,8 +6,7 @@ with this layer therefore includes the other layer, too.
 
 import collections
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import OWN
@@ -24,7 +23,7 @@ def with_sources(config: DSV4Config, layers: Iterable[int]) -> tuple[int, ...]:
 def _sources(config, layer):
     """Returns the indices of the layers whose entries, selection or candidates a layer uses; may include the layer."""
     spec = config.specs[layer]
-    owners = [other.layer for other in config.specs if other.owner and (other.group, other.index) == _place(spec)]
+    owners = [other.layer for other in config.specs if other.owner and _place(other) == _place(spec)]
     return [source for source in (*owners, spec.selection, spec.candidates) if source is not None]
 
 
@@ -33,30 +32,25 @@ def _place(spec):
     return spec.group, spec.index
 
 
-def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1) -> DSV4Config:
+def slice_config(config: DSV4Config, layers: Iterable[int], repeats: int = 1, *, hashed: bool = True) -> DSV4Config:
     """Returns the configuration of a model that has only some of a model's layers.
 
     Args:
       config: configuration of the whole model.
       layers: indices of the layers in ascending order, with all layers that they need, see `with_sources`.
       repeats: number of copies of the last layer.
+      hashed: whether the layers that select experts by token id still do so. If False, all layers select by scores.
     """
     numbers = list(layers)
     specs = _sliced_specs(config, numbers)
     numbers += numbers[-1:] * (repeats - 1)
     specs += specs[-1:] * (repeats - 1)
-    sliced = dataclasses.replace(config, engram=None)
-    sliced = sliced.with_layers(specs, [config.mlp_layer_types[number] for number in numbers])
+    mlps = [config.mlp_layer_types[number] for number in numbers] if hashed else None
+    sliced = dataclasses.replace(config, engram=None).with_layers(specs, mlps)
     engram_layers = [i for i, number in enumerate(numbers) if config.has_engram(number)]
     if config.engram is None or not engram_layers:
         return sliced
     return dataclasses.replace(sliced, engram=config.engram.resized(engram_layers, config.engram.vocab_size))
-
-
-def kind_config(config: DSV4Config, layers: Sequence[int], repeats: int = 1) -> DSV4Config:
-    """Returns the configuration that `slice_config` returns, except that no layer selects experts by token id."""
-    sliced = slice_config(config, layers, repeats)
-    return dataclasses.replace(sliced, mlp_layer_types=("moe",) * sliced.num_hidden_layers)
 
 
 def _sliced_specs(config, numbers):
@@ -107,8 +101,9 @@ def chosen_layers(config: DSV4Config, count: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def numbers_label(numbers: Iterable[int]) -> str:
+def numbers_label(numbers: Collection[int]) -> str:
     """Formats ascending numbers, with ranges of consecutive ones, such as "0-3, 14, 20-24"."""
-    groups = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
-    ranges = [[number for _, number in group] for _, group in groups]
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in ranges)
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    ranges = zip(starts, ends, strict=True)
+    return ", ".join(f"{start}-{end}" if start < end else str(start) for start, end in ranges)

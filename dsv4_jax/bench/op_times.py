@@ -14,7 +14,6 @@ from dsv4_jax.bench.weight_cases import experts_cases, hyper_connections_cases, 
 from dsv4_jax.cache import CacheSchema
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.data import packaged_checkpoint, read_config
-from dsv4_jax.quant import KVFormat
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
 
 
@@ -53,9 +52,7 @@ COLUMNS = {
 }
 
 
-def chosen_cases(
-    config: DSV4Config, kv_format: KVFormat | str, names: Sequence[str], only: Sequence[str] = ()
-) -> Iterator[Case]:
+def chosen_cases(config: DSV4Config, kv_format: str, names: Sequence[str], only: Sequence[str] = ()) -> Iterator[Case]:
     """Yields the cases to measure.
 
     Without a GPU, large cases are left out, and of several cases whose labels differ only in numbers only the first is
@@ -63,7 +60,7 @@ def chosen_cases(
 
     Args:
       config: configuration of the model.
-      kv_format: storage format of the cache's rows.
+      kv_format: name of the storage format of the cache's rows.
       names: names of ops, keys of `CASES`.
       only: texts. Only cases whose label, "OP SHAPE", contains one of them are measured. Empty for all cases.
     """

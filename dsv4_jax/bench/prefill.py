@@ -1,12 +1,13 @@
 """`dsv4-jax bench prefill`: the time of layers and of their kernels when they read chunks of a prompt."""
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 
 from dsv4_jax.bench.cases import measured_config
 from dsv4_jax.bench.decode_steps import measure
-from dsv4_jax.bench.layer_slices import kind_config, layer_kinds, with_sources
+from dsv4_jax.bench.layer_slices import layer_kinds, slice_config, with_sources
 from dsv4_jax.bench.step_options import StepOptions, check_numbers
 from dsv4_jax.bench.tables import LAYER_KINDS, Row, kind_columns, print_rows
 from dsv4_jax.config import DSV4Config
@@ -56,19 +57,23 @@ def run(config: DSV4Config, options: StepOptions, report: Row) -> Iterator[Row]:
 
 def _measure(config, options, report):
     """Yields a result for each kind of layer, chunk and context, then those for all layers together."""
-    # `measured` maps indices of layers to {(context, chunk): amounts of these layers, see `_amounts`}.
-    measured: dict[tuple[int, ...], dict] = {(): {}}
+
+    @functools.cache
+    def measured(layers):
+        """Returns {(context, chunk): amounts, see `_amounts`} of the layers with these indices."""
+        if not layers:
+            return {}
+        small_config = slice_config(config, layers, hashed=False).with_drafts(False)
+        steps = measure(small_config, options, report)
+        return {(step["context"], step["tokens"]): _amounts(step) for step in steps}
+
     # `totals` maps (context, chunk) to [number of layers, the amounts, the floor], summed over all layers.
     totals: dict[tuple[int, int], np.ndarray] = {}
     for layer, count in layer_kinds(config).items():
         layers = with_sources(config, [layer])
-        others = layers[:-1]  # the layers that store or select entries for `layer`
-        for measured_layers in (others, layers):
-            if measured_layers not in measured:
-                steps = measure(kind_config(config, measured_layers).with_drafts(False), options, report)
-                measured[measured_layers] = {(step["context"], step["tokens"]): _amounts(step) for step in steps}
-        for size, with_others in measured[layers].items():
-            amounts = with_others - measured[others].get(size, 0)
+        others = measured(layers[:-1])  # the layers that store or select entries for `layer`
+        for size, with_others in measured(layers).items():
+            amounts = with_others - others.get(size, 0)
             operations, nbytes = amounts[:2]
             seconds = nbytes / report["copy_bytes_per_second"], operations / report["matmul_operations_per_second"]
             floor = 1e3 * max(seconds)

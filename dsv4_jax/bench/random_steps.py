@@ -49,10 +49,10 @@ class RandomSteps:
     batch_invariant: bool = False
     cache: KVCache | None = None
     program: Any = None
-    _chunk: Batch | None = None
-    _slots: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
+        self._chunk: Batch | None = None
+        self._slots = []
         schema = self.manager.schema
         self.is_prefill = self.tokens > schema.max_query_tokens
         size = self.shard_requests * self.tokens

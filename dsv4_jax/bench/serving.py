@@ -120,7 +120,23 @@ def _measure(config, workload, mesh):
     replies = []
     for cached in (False, True):
         before = _compiled(model)
-        engine = _engine(model, config, workload, cached, mesh)
+        # There are twice the blocks that running requests can hold, so that half of them can hold cached prefixes.
+        manager = KVCacheManager(
+            config,
+            num_blocks=2 * SLOTS * workload.max_context // BLOCK_TOKENS,
+            max_requests=SLOTS,
+            max_context=workload.max_context,
+            block_tokens=BLOCK_TOKENS,
+            max_query_tokens=1 + workload.drafts,
+            mesh=mesh,
+        )
+        engine = Engine(
+            model,
+            manager,
+            token_budget=TOKEN_BUDGET,
+            drafter=PromptLookup() if workload.drafts else None,
+            prefix=PrefixCache(manager, key="packaged model") if cached else None,
+        )
         engine.warm_up()
         compiled = _compiled(model)
         row, reply = _serve(engine, workload.script(config.vocab_size))
@@ -130,27 +146,6 @@ def _measure(config, workload, mesh):
             "compilations_later": _compiled(model) - compiled,
             "same_tokens": reply == replies[0],
         }
-
-
-def _engine(model, config, workload, cached, mesh):
-    """Returns an engine that can serve the workload, with a prefix cache if `cached` is True."""
-    # There are twice the blocks that running requests can hold, so that half of them can hold cached prefixes.
-    manager = KVCacheManager(
-        config,
-        num_blocks=2 * SLOTS * workload.max_context // BLOCK_TOKENS,
-        max_requests=SLOTS,
-        max_context=workload.max_context,
-        block_tokens=BLOCK_TOKENS,
-        max_query_tokens=1 + workload.drafts,
-        mesh=mesh,
-    )
-    return Engine(
-        model,
-        manager,
-        token_budget=TOKEN_BUDGET,
-        drafter=PromptLookup() if workload.drafts else None,
-        prefix=PrefixCache(manager, key="packaged model") if cached else None,
-    )
 
 
 def _serve(engine, script):
@@ -182,14 +177,11 @@ def _serve(engine, script):
                 replies[conversation, turn] = request.generated
                 if turn + 1 < len(script[conversation]):
                     send(conversation, turn + 1, request.tokens.tolist())
-    return _measurements(engine.metrics, first_tokens, time.perf_counter() - begin), replies
-
-
-def _measurements(metrics, first_tokens, seconds):
-    """Returns the measurements of a served workload. `first_tokens` is as in `_serve`; `seconds` is the total time."""
+    seconds = time.perf_counter() - begin
+    metrics = engine.metrics
     tokens_sent = sum(tokens for tokens, _ in first_tokens)
     waits = sorted(wait for _, wait in first_tokens)
-    return {
+    measurements = {
         "prefix_cache": metrics.prefix is not None,
         "requests": metrics.finished,
         "prompt_tokens_sent": tokens_sent,
@@ -207,6 +199,7 @@ def _measurements(metrics, first_tokens, seconds):
         "preemptions": metrics.preemptions,
         "first_tokens": first_tokens,
     }
+    return measurements, replies
 
 
 def _compiled(model):

@@ -21,7 +21,7 @@ from dsv4_jax.expert_pages import ExpertMemory, HostTables, program_bytes
 from dsv4_jax.nn import add_adapters
 from dsv4_jax.nn.lora import adapter_variables, place_adapters
 from dsv4_jax.parallel.mesh import check_divisible, check_shardable
-from dsv4_jax.quant import KVFormat, quantized_shapes
+from dsv4_jax.quant import quantized_shapes
 
 
 # Requests start this number of tokens before the context, so that no measured step exceeds it. Each step that warms up
@@ -57,11 +57,15 @@ class ModelSetup:
     host_tables: bool = False
     adapters: int = 0
 
-    def fit_tables(self, config: DSV4Config) -> DSV4Config:
+    def fit_tables(self, config: DSV4Config, report: Row | None = None) -> DSV4Config:
         """Returns the configuration, with Engram's tables reduced if they are larger than what the machine holds.
 
         A token reads the same number of rows from a smaller table. Tables on devices take at most about
         `MAX_TABLE_BYTES` of each device. Tables in host memory take at most half of the host's memory.
+
+        Args:
+          config: configuration of the model.
+          report: report to which the numbers of rows are added if they are reduced, and printed; None for no report.
         """
         engram = config.engram
         if engram is None:
@@ -71,18 +75,12 @@ class ModelSetup:
             max_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         row_bytes = sum(map(math.prod, quantized_shapes(ENGRAM_KIND, (1, engram.head_dim))))
         rows = max_bytes // (row_bytes * len(engram.layer_ids) * engram.rows)
-        return dataclasses.replace(
-            config, engram=engram.resized(engram.layer_ids, max(2, min(engram.vocab_size, rows)))
-        )
-
-    def reduce_tables(self, config: DSV4Config, report: Row) -> DSV4Config:
-        """Does the same as `fit_tables`. Prints and reports the numbers of rows of the tables if they are reduced."""
-        reduced = self.fit_tables(config)
-        if config.engram is not None and reduced.engram is not None and reduced != config:
-            rows = report["engram_rows"] = reduced.engram.num_embeddings
-            whole = report["engram_rows_of_release"] = config.engram.num_embeddings
+        reduced = engram.resized(engram.layer_ids, max(2, min(engram.vocab_size, rows)))
+        if report is not None and reduced != engram:
+            rows = report["engram_rows"] = reduced.num_embeddings
+            whole = report["engram_rows_of_release"] = engram.num_embeddings
             print(f"Engram's tables have {rows} rows, not {whole}, which this machine does not hold")
-        return reduced
+        return dataclasses.replace(config, engram=reduced)
 
     def make_model(self, config: DSV4Config, schema: CacheSchema, tokens: int, skew: float) -> CompiledModel:
         """Makes the model.
@@ -125,7 +123,7 @@ class StepOptions(ModelSetup):
       context_parallel: whether the compressed entries of a request are distributed over the devices.
       skew: skews of the routers to measure, see `checkpoint.random_weights.random_model`.
       batch_invariant: whether decode steps run in the program for prompts, see `EngineConfig.batch_invariant`.
-      kv_format: storage format of the cache's rows; None = the format of the model's release.
+      cache_format: name of the format of the cache's rows; None = the format of the model's release.
     """
 
     batches: tuple[int, ...]
@@ -134,7 +132,7 @@ class StepOptions(ModelSetup):
     context_parallel: bool = False
     skew: tuple[float, ...] = (0.0,)
     batch_invariant: bool = False
-    kv_format: KVFormat | str | None = None
+    cache_format: str | None = None
 
     def check(self, config: DSV4Config) -> None:
         """Raises ValueError if the mesh does not divide the model or a batch, or a number is out of range."""
@@ -172,7 +170,7 @@ class StepOptions(ModelSetup):
             "max_context": context,
             "max_query_tokens": 1 + self.drafts,
             "context_parallel": self.context_parallel,
-            "kv_format": self.kv_format,
+            "kv_format": self.cache_format,
         }
 
     def largest_cache(self, config: DSV4Config) -> CacheSchema:

@@ -64,8 +64,7 @@ def median_seconds(case: Case, implementation: str, layers: list[tuple], inputs:
             layers[layer] = (result, *layers[layer][1:])
         return result
 
-    jax.block_until_ready(call(-1))  # the first call compiles
-    return statistics.median(_seconds(call, len(inputs)))
+    return _median(call, len(inputs))
 
 
 def copy_bandwidth() -> float:
@@ -120,9 +119,13 @@ def kernels(calls: Callable[[], Any]) -> list[tuple[str, float]]:
         launches = []
         for plane in ProfileData.from_file(str(path)).planes:
             if plane.name.startswith("/device:GPU"):
-                events = [event for line in plane.lines for event in line.events if not event.name.startswith("Mem")]
-                spans = [(event.start_ns, event.start_ns + event.duration_ns, event.name) for event in events]
-                launches += without_overlaps(sorted(spans))
+                spans = sorted(
+                    (event.start_ns, event.start_ns + event.duration_ns, event.name)
+                    for line in plane.lines
+                    for event in line.events
+                    if not event.name.startswith("Mem")
+                )
+                launches += without_overlaps(spans)
     return launches[1:]  # without the kernel of `evict`
 
 
@@ -147,27 +150,27 @@ def _on_gpu():
 def _median_of(function, x):
     """Compiles a function of one array and measures the median seconds of a call."""
     compiled = jax.jit(function)
-    jax.block_until_ready(compiled(x))
-    return statistics.median(_seconds(lambda _: compiled(x), 10 if _on_gpu() else 5))
+    return _median(lambda _: compiled(x), 10 if _on_gpu() else 5)
 
 
-def _seconds(call, count):
-    """Measures the seconds of each of the calls `call(0)` .. `call(count - 1)`.
+def _median(call, count):
+    """Measures the median seconds of the calls `call(0)` .. `call(count - 1)`, after `call(-1)`, which compiles.
 
-    On a GPU this is the sum of the times of a call's kernels, elsewhere wall-clock time. Raises RuntimeError if the
-    number of kernels is not a multiple of `count`.
+    On a GPU the seconds are the sum of the times of a call's kernels, elsewhere wall-clock time. Raises RuntimeError if
+    the number of kernels is not a multiple of `count`.
     """
 
     def calls():
         """Runs all calls. Returns the wall-clock seconds of each."""
         return [wall_seconds(call, i) for i in range(count)]
 
+    jax.block_until_ready(call(-1))
     if not _on_gpu():
-        return calls()
+        return statistics.median(calls())
     times = [milliseconds / 1e3 for _, milliseconds in kernels(calls)]
     if len(times) % count:
         raise RuntimeError(f"{len(times)} kernels in {count} equal calls")
-    return np.reshape(times, (count, -1)).sum(axis=1).tolist()
+    return float(np.median(np.reshape(times, (count, -1)).sum(axis=1)))
 
 
 @functools.cache

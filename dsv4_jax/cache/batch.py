@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 
 from dsv4_jax.cache.decisions import Decisions, decode_ids, selection_rows
 from dsv4_jax.cache.schema import CacheSchema
+from dsv4_jax.common.arguments import adapter_index
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -72,10 +73,8 @@ class Batch(Summarized):
         """
         if self.schema is None:
             raise ValueError("the batch has no schema, which says how many slots there are")
-        names = model.adapter_names
-        if name not in names:
-            raise ValueError(f"{name=} must be one of the model's adapters: {', '.join(names) or 'none'}")
-        return dataclasses.replace(self, adapters=jnp.full((self.schema.max_requests,), names.index(name), jnp.int32))
+        index = adapter_index(name, model.adapter_names)
+        return dataclasses.replace(self, adapters=jnp.full((self.schema.max_requests,), index, jnp.int32))
 
     def with_decisions(self, sequences: Decisions) -> "Batch":
         """Returns the batch with the decisions of its tokens. The tokens may be any part of the sequences.

@@ -19,8 +19,8 @@ from safetensors.numpy import save_file
 
 from dsv4_jax.checkpoint.keys import weights
 from dsv4_jax.checkpoint.reader import read_file
-from dsv4_jax.common.arguments import check_positive, check_whole
-from dsv4_jax.common.downloads import parse_json
+from dsv4_jax.common.arguments import adapter_index, check_positive, check_whole
+from dsv4_jax.common.downloads import read_json_object
 from dsv4_jax.nn import DeepseekV4ForCausalLM, parameter_views
 from dsv4_jax.nn.lora import Adapters, add_adapters, linear_modules, module_variables, place_adapters
 
@@ -60,16 +60,15 @@ def load_adapters(
     if not folders:
         raise ValueError("folders is empty: give at least one adapter")
     places = _places(model)
-    adapters = {}  # {name: (rank, scale, {module: its matrices})}
+    adapters = []  # (rank, scale, {module: its matrices}) of each
     for name, folder in folders.items():
         try:
-            adapters[name] = _read(Path(folder), places)
+            adapters.append(_read(Path(folder), places))
         except (TypeError, ValueError) as error:
             raise ValueError(f"adapter {name!r}: {error}") from None
-    rank = max(rank for rank, _, _ in adapters.values())
-    targets = {places[module].target for _, _, maps in adapters.values() for module in maps}
-    scales = [scale for _, scale, _ in adapters.values()]
-    add_adapters(model, [*adapters], rank=rank, scales=scales, targets=targets, dtype=dtype, place=False)
+    ranks, scales, all_maps = zip(*adapters, strict=True)
+    targets = {places[module].target for maps in all_maps for module in maps}
+    add_adapters(model, [*folders], rank=max(ranks), scales=scales, targets=targets, dtype=dtype, place=False)
     views = parameter_views(model)
     for module, place in places.items():
         if f"{place.path}.up" not in views:  # none of the files has this map
@@ -77,11 +76,11 @@ def load_adapters(
         for side in _SIDES:
             view = views[f"{place.path}.{side}"]
             values = np.zeros(view.shape, np.float32)
-            for adapter_index, (_, _, maps) in enumerate(adapters.values()):
+            for number, maps in enumerate(all_maps):
                 if module in maps:
                     matrix = maps[module][side]
                     rows, columns = matrix.shape
-                    values[_of_adapter(side, adapter_index)][:rows, :columns] = matrix
+                    values[_of_adapter(side, number)][:rows, :columns] = matrix
             view.set_value(jnp.asarray(values, dtype))
     place_adapters(model)
 
@@ -97,9 +96,7 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
     Raises:
       ValueError: the model has no adapter of this name.
     """
-    if name not in model.adapter_names:
-        raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
-    adapter_index = model.adapter_names.index(name)
+    index = adapter_index(name, model.adapter_names)
     views = parameter_views(model)
     tensors = {}
     modules = []
@@ -107,13 +104,13 @@ def save_adapter(model: DeepseekV4ForCausalLM, name: str, folder: str | Path) ->
         if f"{place.path}.up" in views:
             modules.append(module)
             for side, letter in _SIDES.items():
-                value = np.asarray(views[f"{place.path}.{side}"].get_value()[_of_adapter(side, adapter_index)])
+                value = np.asarray(views[f"{place.path}.{side}"].get_value()[_of_adapter(side, index)])
                 tensors[f"base_model.model.{module}.lora_{letter}.weight"] = value
     scales = next(module.scales for _, module in nnx.iter_modules(model) if isinstance(module, Adapters))
     rank = tensors[f"base_model.model.{modules[0]}.lora_A.weight"].shape[0]
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
-        "r": rank, "lora_alpha": rank * scales[adapter_index], "lora_dropout": 0.0, "use_rslora": False,
+        "r": rank, "lora_alpha": rank * scales[index], "lora_dropout": 0.0, "use_rslora": False,
         "bias": "none", "target_modules": modules,
     }  # fmt: skip
     folder = Path(folder)
@@ -159,11 +156,7 @@ def _of_adapter(side, number):
 
 def _read(folder, places):
     """Returns (rank, scale, {module: {"down": [r, inputs], "up": [outputs, r]}}) of an adapter's folder."""
-    try:
-        text = (folder / _CONFIG).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {folder / _CONFIG}: {error.strerror}") from None
-    config = parse_json(str(folder / _CONFIG), text)
+    config = read_json_object(folder / _CONFIG)
     for field, accepted in _PLAIN.items():
         if config.get(field) not in accepted:
             raise ValueError(f"{field}={config.get(field)!r} in {_CONFIG} must be {accepted[-1]!r}")

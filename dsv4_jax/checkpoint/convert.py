@@ -8,7 +8,6 @@ from pathlib import Path
 from dsv4_jax.checkpoint import keys
 from dsv4_jax.checkpoint.keys import Naming, Storage
 from dsv4_jax.checkpoint.match import match_weights
-from dsv4_jax.checkpoint.progress import byte_bar
 from dsv4_jax.checkpoint.reader import INDEX_NAME, read_checkpoint
 from dsv4_jax.checkpoint.rounding_loss import RoundingLoss
 from dsv4_jax.checkpoint.save import (
@@ -77,9 +76,8 @@ def convert_checkpoint(
     naming = naming or keys.detect_naming(config, stored)
     check_storage(weights, naming)
     pairs = zip(table, keys.weights(config, naming), strict=True)
-    # If the head is tied to the embedding and has no tensor in the source, no tensor is written for it.
-    (embedding,) = (weight.sources for weight in table if weight.path == keys.EMBEDDING)
-    pairs = [(old, new) for old, new in pairs if old.path == keys.EMBEDDING or old.sources != embedding]
+    # If the head is tied to the embedding, `table[0]`, and has no tensor in the source, no tensor is written for it.
+    pairs = [(old, new) for old, new in pairs if old is table[0] or old.sources != table[0].sources]
     headers = [entries for _, new in pairs for entries in tensor_headers(new, weights)]
     _check_room(folder, total_bytes(headers))
 
@@ -95,10 +93,13 @@ def convert_checkpoint(
             yield from _converted(old, new, dtype, tensors, losses[dtype])
 
     try:
-        with byte_bar("Converting weights", total_bytes(headers), progress) as advance:
-            content = describe_storage(content, weights, config.weight_block)
-            write_checkpoint(partial, content, headers, arrays(), shard_bytes=shard_bytes, advance=advance)
-        _copy_others(source if source.is_dir() else source.parent, partial)
+        content = describe_storage(content, weights, config.weight_block)
+        title = "Converting weights" if progress else None
+        write_checkpoint(partial, content, headers, arrays(), shard_bytes=shard_bytes, title=title)
+        for file in (source if source.is_dir() else source.parent).iterdir():
+            is_about_weights = file.name in ("config.json", INDEX_NAME)
+            if file.is_file() and file.suffix in _COPIED and not file.name.startswith(".") and not is_about_weights:
+                shutil.copy(file, partial)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -123,7 +124,7 @@ def _converted(old, new, dtype, tensors, loss):
         if isinstance(tensor, QuantizedTensor) and tensor.dtype == dtype:  # copied as it is
             yield tensor.codes.data
             yield tensor.scale.data
-            loss.keep(name, math.prod(tensor.shape))
+            loss.tensors[name].num_values += math.prod(tensor.shape)
             continue
         if isinstance(tensor, QuantizedTensor) and not is_quantized_kind(dtype):  # dequantized, some rows at a time
             for start in range(0, tensor.shape[0], _ROWS):
@@ -131,14 +132,6 @@ def _converted(old, new, dtype, tensors, loss):
             continue
         for piece in tensor.load().reshape(pieces, -1, tensor.shape[-1]):
             yield from encode(name, piece, dtype, loss)
-
-
-def _copy_others(source, folder):
-    """Copies the files beside the weights, such as tokenizer.json, without config.json, the index and hidden files."""
-    for file in source.iterdir():
-        is_about_weights = file.name in ("config.json", INDEX_NAME)
-        if file.is_file() and file.suffix in _COPIED and not file.name.startswith(".") and not is_about_weights:
-            shutil.copy(file, folder)
 
 
 def _check_room(folder, nbytes):

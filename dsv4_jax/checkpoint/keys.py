@@ -11,7 +11,7 @@ fused into one `FusedLinear`.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 from dsv4_jax.config import DSV4Config
@@ -24,7 +24,6 @@ from dsv4_jax.quant.fp4 import MXFP4_BLOCK
 type Naming = Literal["release", "hybrid", "module"]
 type Storage = Literal["quantized", "bfloat16", "float32"]
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ENGRAM_TABLE = "engram.embedding"  # end of the paths of Engram's tables
 TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # path ends of the tables from which a step reads few rows
@@ -33,7 +32,7 @@ TABLES = ("embed_tokens.weight", ENGRAM_TABLE)  # path ends of the tables from w
 # storage is a `Weight.dtype`, where "FP8" stands for `fp8_kind(config.weight_block)`, that is, "FP8" or "FP8_32". A row
 # is used only if the model has a parameter at our path.
 _TOP = (
-    (EMBEDDING, "embed.weight", "BF16"),
+    ("model.embed_tokens.weight", "embed.weight", "BF16"),
     ("model.norm.weight", "norm.weight", "BF16"),
     ("model.hc_head.hc_fn", "hc_head_fn", "F32"),
     ("model.hc_head.hc_base", "hc_head_base", "F32"),
@@ -174,7 +173,7 @@ class Weight:
 
 
 def weights(config: DSV4Config, naming: Naming) -> Iterator[Weight]:
-    """Yields every parameter of the model in the given naming."""
+    """Yields every parameter of the model in the given naming, the embedding first."""
     shapes = _shapes(config)
     matrix_kind = fp8_kind(config.weight_block)
     for path, release, dtype in _TOP:
@@ -236,19 +235,11 @@ def detect_naming(config: DSV4Config, names: Iterable[str]) -> Naming:
         naming: sum(source in names for weight in weights(config, naming) for source in weight.sources)
         for naming in get_args(Naming.__value__)
     }
-    best = max(hits, key=lambda naming: hits[naming])
+    best = max(hits, key=hits.__getitem__)
     if not hits[best]:
         shown = ", ".join(sorted(names)[:3]) or "none at all"
         raise ValueError(f"these are not DeepSeek-V4 weights in any known naming; the tensors are {shown} ...")
     return best
-
-
-def tied(table: list[Weight], names: Collection[str]) -> Iterator[Weight]:
-    """Yields the weights of the table. If `names` lacks the head's tensor, the head takes the embedding's tensor."""
-    (embedding,) = (weight.sources for weight in table if weight.path == EMBEDDING)
-    for weight in table:
-        absent = weight.path == HEAD and weight.sources[0] not in names
-        yield dataclasses.replace(weight, sources=embedding) if absent else weight
 
 
 def is_draft(name: str) -> bool:

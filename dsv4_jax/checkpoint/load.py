@@ -104,7 +104,7 @@ def load_checkpoint(
     if expert_memory is not None and (weights != "quantized" or mesh is not None):
         raise ValueError(f'expert_memory= needs weights="quantized" and no mesh, got {weights=}, {mesh=}')
     path = Path(path)
-    stay_quantized = isinstance(weights, str) and weights == "quantized"
+    stay_quantized = weights == "quantized"
     if config is None:
         config = DSV4Config.from_hf(path)
     if mesh is not None:
@@ -131,7 +131,7 @@ def load_checkpoint(
             loader.keep_quantized(group)
     if on_outline is not None:
         on_outline(sharded_structs(model, mesh, expert_parallel=expert_parallel))
-    with byte_bar("Loading weights", loader.nbytes(table), progress) as advance:
+    with byte_bar("Loading weights" if progress else None, loader.nbytes(table)) as advance:
         for group in ordered:
             with _name_if_out_of_memory(path, group[0], mesh):
                 if expert_memory is not None and group[0].is_expert and not expert_memory.layers:
@@ -207,7 +207,7 @@ class _Loader:
         sentences = []
         for source, count in self.impossible.items():
             tensor = self.tensors[source]
-            if tensor.dtype.startswith(("I", "U")) and isinstance(tensor, StoredTensor):
+            if tensor.dtype.startswith(("I", "U")):
                 sentences.append(f"{source} names experts outside 0..{self.config.n_routed_experts - 1}")
             else:
                 sentences.append(f"{source} has {count} NaN or infinite values of {math.prod(tensor.shape)}")

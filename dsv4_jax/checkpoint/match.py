@@ -1,5 +1,6 @@
 """Matches the tensors of a checkpoint with the table of a model's weights, and reports every mismatch."""
 
+import dataclasses
 import difflib
 import functools
 import logging
@@ -57,8 +58,9 @@ def match_weights(
     tensors, wrong_scales = join_scales(stored, fp8_kind(config.weight_block))
     try:
         table = list(keys.weights(config, keys.detect_naming(config, stored)))
-        if config.tie_word_embeddings:
-            table = list(keys.tied(table, stored))
+        for number, weight in enumerate(table):
+            if config.tie_word_embeddings and weight.path == keys.HEAD and weight.sources[0] not in stored:
+                table[number] = dataclasses.replace(weight, sources=table[0].sources)  # those of the embedding
         _refuse_mismatches(table, tensors, wrong_scales)
     except ValueError:
         if (method := find_other_quantization(path, stored)) is None:

@@ -8,18 +8,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 
 @contextlib.contextmanager
-def byte_bar(description: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on standard error, if `shown` is true, until the context ends.
+def byte_bar(title: str | None, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar on standard error until the context ends.
 
     Args:
-      description: text beside the bar.
+      title: text beside the bar; None for no bar.
       total: number of bytes of the whole task.
-      shown: whether to show the bar.
 
     Yields:
       A function that advances the bar by a number of bytes.
     """
     columns = "{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
-        task = bar.add_task(description, total=total)
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=title is None) as bar:
+        task = bar.add_task(title or "", total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

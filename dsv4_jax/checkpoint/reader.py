@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dsv4_jax.common.downloads import parse_json, snapshot_hint
+from dsv4_jax.common.downloads import read_json_object, snapshot_hint
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, read_header
 
 
@@ -127,11 +127,7 @@ def weights_fingerprint(path: str | Path) -> str:
 
 def _read_shards(index):
     """Returns the tensors of all shards of an index. Raises ValueError if the index and the shards disagree."""
-    try:
-        content = index.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {index}: {error.strerror}.") from None
-    weight_map = parse_json(str(index), content).get("weight_map")
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map of tensor names to file names.")
     for name, file in weight_map.items():

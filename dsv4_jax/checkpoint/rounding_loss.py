@@ -44,15 +44,6 @@ class RoundingLoss:
     num_zeroed: int = 0
     tensors: dict[str, TensorLoss] = dataclasses.field(default_factory=lambda: collections.defaultdict(TensorLoss))
 
-    def keep(self, name: str, num_values: int) -> None:
-        """Counts values of a tensor that do not change.
-
-        Args:
-          name: name of the tensor.
-          num_values: number of the values.
-        """
-        self.tensors[name].num_values += num_values
-
     def add(self, name: str, values: np.ndarray, stored: np.ndarray) -> None:
         """Counts values of a tensor, and compares them with the values that are stored in their place.
 
@@ -61,7 +52,8 @@ class RoundingLoss:
           values: some of its values.
           stored: the stored values, in the shape of `values`; `values` itself if no value was converted.
         """
-        self.keep(name, values.size)
+        tensor = self.tensors[name]
+        tensor.num_values += values.size
         if stored is values:
             return
         exact = values.astype(np.float32, copy=False).reshape(-1)
@@ -70,8 +62,8 @@ class RoundingLoss:
         self.num_rounded += int(np.count_nonzero(difference))
         self.num_zeroed += int(np.count_nonzero((rounded == 0) & (exact != 0)))
         # `einsum` converts to float64 in a small buffer, not the whole array.
-        self.tensors[name].differences += float(np.einsum("i,i->", difference, difference, dtype=np.float64))
-        self.tensors[name].values += float(np.einsum("i,i->", exact, exact, dtype=np.float64))
+        tensor.differences += float(np.einsum("i,i->", difference, difference, dtype=np.float64))
+        tensor.values += float(np.einsum("i,i->", exact, exact, dtype=np.float64))
 
     @property
     def num_values(self) -> int:

@@ -4,7 +4,7 @@ The names of the tensors follow any of the three namings, see `checkpoint.keys`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -100,8 +100,8 @@ def save_release(
                 yield from encode(name, piece, weight.stored_dtype(weights))
 
     content = describe_storage(release_config(model.config), weights, model.config.weight_block)
-    with byte_bar("Saving weights", total_bytes(headers), progress) as advance:
-        write_checkpoint(folder, content, headers, arrays(), shard_bytes=shard_bytes, advance=advance)
+    title = "Saving weights" if progress else None
+    write_checkpoint(folder, content, headers, arrays(), shard_bytes=shard_bytes, title=title)
 
 
 def write_checkpoint(
@@ -111,7 +111,7 @@ def write_checkpoint(
     arrays: Iterable[np.ndarray],
     *,
     shard_bytes: int = 5 * 10**9,
-    advance: Callable[[int], None] = lambda nbytes: None,
+    title: str | None = None,
 ) -> None:
     """Writes config.json and safetensors files to a folder.
 
@@ -122,7 +122,7 @@ def write_checkpoint(
       arrays: data of the tensors, in the same order. The data of a tensor may be several consecutive arrays, so that it
         never has to be in memory as a whole.
       shard_bytes: maximum size of a file in bytes. A file is larger if a single list of tensors is.
-      advance: function that is called after each array, with its number of bytes.
+      title: title of a progress bar on standard error; None = no bar.
     """
     folder = Path(folder)
     content = json.dumps(config, indent=2) + "\n"
@@ -139,17 +139,18 @@ def write_checkpoint(
     count = len(shards)
     arrays = iter(arrays)
     names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
-    for name, entries in zip(names, shards, strict=True):
-        with (folder / name).open("wb") as file:
-            file.write(write_header(entries, {"format": "pt"}))
-            for entry in entries:
-                bytes_left = entry.nbytes
-                while bytes_left:
-                    array = np.ascontiguousarray(next(arrays))
-                    bytes_left -= array.nbytes
-                    assert bytes_left >= 0, entry
-                    file.write(array.reshape(-1).view(np.uint8).data)
-                    advance(array.nbytes)
+    with byte_bar(title, total_bytes(shards)) as advance:
+        for name, entries in zip(names, shards, strict=True):
+            with (folder / name).open("wb") as file:
+                file.write(write_header(entries, {"format": "pt"}))
+                for entry in entries:
+                    bytes_left = entry.nbytes
+                    while bytes_left:
+                        array = np.ascontiguousarray(next(arrays))
+                        bytes_left -= array.nbytes
+                        assert bytes_left >= 0, entry
+                        file.write(array.reshape(-1).view(np.uint8).data)
+                        advance(array.nbytes)
     if count > 1:
         places = {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries}
         index = {"metadata": {"total_size": total_bytes(shards)}, "weight_map": places}

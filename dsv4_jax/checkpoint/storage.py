@@ -42,10 +42,6 @@ class QuantizedTensor:
     dtype: QuantizedKind
 
     @property
-    def name(self) -> str:
-        return self.codes.name
-
-    @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes
 

@@ -43,7 +43,9 @@ class OpsBench(ModelBenchmark):
     def _results(self, report, mesh):
         from dsv4_jax.bench import op_times
 
-        return op_times.run(op_times.chosen_cases(*self._model(report), self.ops, self.only), report, self.calls)
+        config = self._model(report)
+        cases = op_times.chosen_cases(config, report["cache_format"], self.ops, self.only)
+        return op_times.run(cases, report, self.calls)
 
 
 class _DecodeSteps(ModelBenchmark):
@@ -71,9 +73,8 @@ class _DecodeSteps(ModelBenchmark):
         from dsv4_jax.bench import decode_steps
         from dsv4_jax.bench.step_options import StepOptions
 
-        config, kv_format = self._model(report)
-        steps = self._options(StepOptions, mesh, kv_format=kv_format)
-        return decode_steps.run(config, steps, report, each_kind=self._each_kind)
+        steps = self._options(StepOptions, mesh)
+        return decode_steps.run(self._model(report), steps, report, each_kind=self._each_kind)
 
 
 class LayerBench(_DecodeSteps):
@@ -156,8 +157,7 @@ class PrefillBench(ModelBenchmark):
         from dsv4_jax.bench import prefill
         from dsv4_jax.bench.step_options import StepOptions
 
-        config, kv_format = self._model(report)
-        return prefill.run(config, self._options(StepOptions, mesh, batches=(1,), kv_format=kv_format), report)
+        return prefill.run(self._model(report), self._options(StepOptions, mesh, batches=(1,)), report)
 
 
 class ServeBench(Benchmark):

@@ -34,12 +34,12 @@ class Benchmark(options.Command):
     the name of a function in `bench.plots`. `_sizes` is {option: (default sizes on a GPU, default sizes on a CPU)}.
 
     Attributes:
-      out: also write the results to this file.
+      json: also write the results to this file.
     """
 
     _plot: ClassVar[str]
-    _sizes: ClassVar[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    out: Annotated[Path | None, options.optional("FILE.json", name="json")] = None
+    _sizes: ClassVar[dict[str, Any]] = {}
+    json: Annotated[Path | None, options.optional("FILE.json")] = None
 
     def run(self) -> None:
         """Runs the benchmark and writes its files. Raises ValueError if an option is wrong."""
@@ -51,8 +51,8 @@ class Benchmark(options.Command):
             if plot.suffix != ".png":
                 raise ValueError(f"--plot {plot} must end in .png")
         # Check that the files can be written before the run, which takes minutes.
-        for option, path in (("json", self.out), ("plot", plot)):
-            options.check_file(option, path, "written")
+        options.check_file("json", self.json, "written")
+        options.check_file("plot", plot, "written")
         if self.expert_bytes() is not None:
             startup.show_log()
         # XLA leaves a quarter of a GPU's memory unused by default.
@@ -65,8 +65,8 @@ class Benchmark(options.Command):
         results = []
         for row in self._results(report, make_mesh(sizes) if sizes else None):
             results.append(row)
-            if self.out is not None:
-                write_report(self.out, report | {"results": results})
+            if self.json is not None:
+                write_report(self.json, report | {"results": results})
         if plot is not None:
             from dsv4_jax.bench import plots
 
@@ -105,10 +105,8 @@ class ModelBenchmark(Benchmark):
     cache_format: Literal["v4", "v41", "per_entry"] | None = None
 
     def _model(self, report):
-        """Returns the model's configuration and the format of the cache, and adds their names to the report."""
-        from dsv4_jax.quant import kv_format
-
+        """Returns the model's configuration. Adds the names of the model and of the cache's format to the report."""
         config = options.named_config(self.config, "--config", mtp=vars(self).get("drafts", 0) > 0)
-        cache_format = kv_format(self.cache_format or config.kv_format)
-        report |= {"shapes": self.config.removeprefix("v4_"), "cache_format": cache_format.name}
-        return config, cache_format
+        report["shapes"] = self.config.removeprefix("v4_")
+        report["cache_format"] = self.cache_format or config.kv_format
+        return config

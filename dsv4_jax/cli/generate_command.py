@@ -57,7 +57,7 @@ class GenerateCommand(RandomModelOptions):
       n_best: sample this many answers and print them at the end, the highest mean log-probability first. The prompt is
         run once.
       beams: beam search with this many beams. Answers are printed as with --n-best.
-      as_json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device;
+      json: print one JSON object instead: tokens, compilations, cache_bytes, seconds, tokens_per_second, device;
         text if there is a tokenizer; accepted (number of accepted drafts of each step) with --drafts; candidates
         (tokens, logprob, text) with --n-best and --beams.
     """
@@ -76,7 +76,7 @@ class GenerateCommand(RandomModelOptions):
     min_confidence: options.MinConfidence = 0.0
     n_best: int = 1
     beams: int = 1
-    as_json: options.JsonFlag = False
+    json: bool = False
 
     def run(self) -> None:
         """Runs the command. Raises ValueError or OSError after a user's mistake."""
@@ -101,7 +101,7 @@ class GenerateCommand(RandomModelOptions):
         requests = self._answers * sizes.get("data", 1)
         manager = self.make_manager(config, requests, options.whole_blocks(config, total), self.drafts)
         manager.check_ids(prompt, option)
-        progress = not self.as_json and sys.stdout.isatty()
+        progress = not self.json and sys.stdout.isatty()
         step_tokens = max(self._chunk(prompt), self._answers * (1 + self.drafts))
         model = self.load_model(checkpoint, manager.schema, step_tokens=step_tokens, progress=progress)
         device = jax.devices()[0].device_kind
@@ -109,7 +109,7 @@ class GenerateCommand(RandomModelOptions):
         hint = f" (compiled programs are kept in {folder})" if folder else ""
         startup.notify(f"Compiling for {device} ...{hint}")
         report = self._generate(model, manager, tokenizer, prompt, device)
-        if self.as_json:
+        if self.json:
             print(json.dumps(report))
             return
         for candidate in report.get("candidates", [])[1:]:
@@ -162,7 +162,7 @@ class GenerateCommand(RandomModelOptions):
         """Generates as the options ask. Unless --json is given, prints the prompt and each token of the first answer.
 
         Returns:
-          The JSON object of --json, see `as_json` of the command.
+          The JSON object of --json, see `json` of the command.
         """
         from dsv4_jax.engine.text import AnswerText
 
@@ -170,7 +170,7 @@ class GenerateCommand(RandomModelOptions):
 
         def show(token):
             """Prints a token as text, or as its id without a tokenizer. Prints nothing with --json."""
-            if not self.as_json:
+            if not self.json:
                 _print(text.add(token))
 
         def describe(tokens):
@@ -190,7 +190,7 @@ class GenerateCommand(RandomModelOptions):
             for token in tokens:
                 show(token)
             details = {"candidates": [describe(x.tokens) | {"logprob": x.logprob} for x in candidates]}
-        if not self.as_json:
+        if not self.json:
             _print(text.finish())
         schema = manager.schema
         cache_bytes = {

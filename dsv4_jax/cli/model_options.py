@@ -93,9 +93,15 @@ class ModelOptions(Command):
         import jax.numpy as jnp
 
         from dsv4_jax.decode import CompiledModel
-        from dsv4_jax.expert_pages import HostTables
+        from dsv4_jax.expert_pages import ExpertMemory, HostTables, program_bytes
 
-        experts = self._expert_memory(schema, step_tokens)
+        experts = None
+        if (size := self.expert_bytes()) is not None:
+            experts = ExpertMemory(
+                None if size == "auto" else size,
+                reserved_bytes=program_bytes(step_tokens, schema.config) + schema.memory_bytes(),
+                placement_file=self.expert_placement,
+            )
         if checkpoint != packaged_checkpoint():
             show_log()
         outlines = []  # the model without weights, whose programs are compiled while the weights are read
@@ -129,18 +135,6 @@ class ModelOptions(Command):
         stay = arguments["expert_memory"] is not None or (self.weights is None and jax.default_backend() == "gpu")
         weights = "quantized" if stay else self.weights
         return load_checkpoint(checkpoint, config, weights=weights, progress=progress, **arguments)
-
-    def _expert_memory(self, schema, step_tokens):
-        """Returns the ExpertMemory that --expert-memory asks for; None without the option."""
-        if (size := self.expert_bytes()) is None:
-            return None
-        from dsv4_jax.expert_pages import ExpertMemory, program_bytes
-
-        return ExpertMemory(
-            None if size == "auto" else size,
-            reserved_bytes=program_bytes(step_tokens, schema.config) + schema.memory_bytes(),
-            placement_file=self.expert_placement,
-        )
 
     def make_manager(
         self, config: DSV4Config, requests: int, context: int, drafts: int = 0, memory: str | None = None

@@ -213,7 +213,6 @@ MinConfidence = Annotated[
         "model estimates it, and all drafts behind it; 0 = drop none. Changes no token.",
     ),
 ]
-JsonFlag = Annotated[bool, tyro.conf.arg(name="json")]
 
 
 def named_config(name: str, option: str, *, mtp: bool = False) -> DSV4Config:

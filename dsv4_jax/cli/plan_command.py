@@ -16,7 +16,6 @@ from dsv4_jax.cli.options import (
     ContextParallel,
     Dtype,
     ExpertParallel,
-    JsonFlag,
     MeshOption,
 )
 from dsv4_jax.cli.weight_plan import expert_table, number_table, plan_experts, plan_weights, weight_table
@@ -57,10 +56,10 @@ class PlanCommand(Command):
         60GB. auto: what the other weights, the programs and --max-requests full requests (default: one) leave. Reports
         how many experts stay in host memory and estimates the time of a step.
       gpu: GPU whose measured rates the estimate uses.
-      as_json: print one JSON object instead.
+      json: print one JSON object instead.
     """
 
-    config: Annotated[str, tyro.conf.arg(metavar="|".join(("DIR", *options.PRESETS)))]
+    config: Annotated[str, tyro.conf.arg(metavar=options.MODELS)]
     memory: str
     context: int
     max_requests: int | None = None
@@ -75,7 +74,7 @@ class PlanCommand(Command):
     context_parallel: ContextParallel = False
     expert_memory: str | None = None
     gpu: Literal["h100", "h200"] = "h100"
-    as_json: JsonFlag = False
+    json: bool = False
 
     def run(self) -> None:
         """Runs the command. Raises ValueError after a user's mistake."""
@@ -89,31 +88,25 @@ class PlanCommand(Command):
         weights = given_bytes or sum(kind["device"] for kind in kinds.values())
         if weights > memory:
             raise ValueError(f"--weights {self.weights}: {weights} bytes are more than --memory {memory} bytes")
-        experts = self._plan_experts(config, memory)
-        if experts is not None:
+        experts = {}
+        if self.expert_memory is not None:
+            if self.weights is not None or self.mesh is not None:
+                raise ValueError(
+                    "--expert-memory is for one GPU and counts the weights: leave out --weights and --mesh"
+                )
+            cache = self._schema(config, self.context, self.max_requests or 1).memory_bytes()
+            experts = plan_experts(config, self.expert_memory, memory, cache, self.gpu)
             weights = experts["weights_bytes"]
         devices_per_shard = check_context_parallel(sizes, self.context_parallel)
         report = self._report(one, memory, _Device(memory - weights, sizes.get("data", 1), devices_per_shard))
         if kinds:
             report["weights"] = kinds
-        if experts is not None:
+        if experts:
             report["expert_memory"] = experts
-        if self.as_json:
+        if self.json:
             print(json.dumps(report))
         else:
             _print_report(report, one)
-
-    def _plan_experts(self, config, memory):
-        """Returns the result of `plan_experts`; None without --expert-memory.
-
-        Raises ValueError if other options contradict --expert-memory, or the weights do not fit the GPU.
-        """
-        if self.expert_memory is None:
-            return None
-        if self.weights is not None or self.mesh is not None:
-            raise ValueError("--expert-memory is for one GPU and counts the weights: leave out --weights and --mesh")
-        cache = self._schema(config, self.context, self.max_requests or 1).memory_bytes()
-        return plan_experts(config, self.expert_memory, memory, cache, self.gpu)
 
     def _schema(self, config, context, requests=1):
         """Returns the schema of a cache that holds `requests` requests of `context` tokens each."""
@@ -129,7 +122,7 @@ class PlanCommand(Command):
             kv_format=self.cache_format,
             dtype=jnp.dtype(self.dtype),
             block_tokens=block_tokens(config) if self.block_tokens is None else self.block_tokens,
-            max_query_tokens=max(self.max_query_tokens, 1 + self.drafts) if self.drafts else self.max_query_tokens,
+            max_query_tokens=max(self.max_query_tokens, 1 + self.drafts),
         )
         return dataclasses.replace(empty, num_blocks=requests * empty.max_blocks)
 
@@ -232,13 +225,13 @@ def _print_report(report, one):
     tokens = report["block_tokens"]
     console.print(_rows(one), highlight=False)
 
-    columns = ("pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}")
+    columns = "pool", f"a block ({tokens} tokens)", "a token", "a request, fixed", f"a request of {context:,}"
     table = number_table("Bytes, over all layers", *columns)
     pools = report["pools"]
     sums = {key: sum(pool[key] for pool in pools.values()) for key in ("per_block", "per_request", "full")}
     for name, pool in (*pools.items(), ("sum", sums)):
         block = pool["per_block"]
-        cells = (f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}")
+        cells = f"{block:,}", f"{block / tokens:,.2f}", f"{pool['per_request']:,}", f"{pool['full']:,}"
         table.add_row(name, *cells, style="bold" if name == "sum" else None)
     console.print(table)
 
@@ -265,19 +258,22 @@ def _print_report(report, one):
 
 
 def _rows(one):
-    """Returns text that lists the bytes of each field of a window row, an entry and an indexer key."""
+    """Returns the bytes of a window row, an entry and an indexer key as text.
+
+    For instance, "A KV row: 448 (nope) + 128 (rope) + 8 (scale) = 584 bytes; an indexer key: ...".
+    """
     window = one.window_codec.struct
     groups = one.groups.values()
     entries = [group.entry.struct for group in groups if group.entry.struct != window]
     keys = [group.key.struct for group in groups if group.key is not None]
-    rows = [("A window row" if entries else "A KV row", window)]
-    rows += [("an entry", entry) for entry in entries[:1]]
-    rows += [("an indexer key", key) for key in keys[:1]]
-    return "; ".join(_fields(*row) for row in rows) + "."
-
-
-def _fields(name, struct):
-    """Returns text such as "A KV row: 448 (nope) + 128 (rope) + 8 (scale) = 584 bytes"."""
-    fields = [(field, value.size * value.dtype.itemsize) for field, value in vars(struct).items() if value is not None]
-    sizes = " + ".join(f"{size} ({field})" for field, size in fields if size)
-    return f"{name}: {sizes} = {sum(size for _, size in fields)} bytes"
+    structs = {"A window row" if entries else "A KV row": window}
+    if entries:
+        structs["an entry"] = entries[0]
+    if keys:
+        structs["an indexer key"] = keys[0]
+    rows = []
+    for name, struct in structs.items():
+        sizes = {field: x.size * x.dtype.itemsize for field, x in vars(struct).items() if x is not None}
+        parts = " + ".join(f"{size} ({field})" for field, size in sizes.items() if size)
+        rows.append(f"{name}: {parts} = {sum(sizes.values())} bytes")
+    return "; ".join(rows) + "."

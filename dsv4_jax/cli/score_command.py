@@ -98,7 +98,7 @@ class ScoreCommand(ModelOptions):
             window_only=self.window_only,
             drafts=self.drafts,
         )
-        results = _collect(steps, rows, sizes)
+        results = _collect(steps, sizes)
         for name in {"log_likelihoods", "draft_tokens", "draft_logits", "confidence"} & results.keys():
             results[name] = results[name][:, :-1]  # nothing follows the last token
         likelihoods = results["log_likelihoods"]
@@ -131,12 +131,11 @@ class ScoreCommand(ModelOptions):
         return np.asarray([ids], np.int32)
 
 
-def _collect(steps, rows, sizes):
+def _collect(steps, sizes):
     """Runs all steps and joins their arrays along the axis of tokens, while a progress bar is shown.
 
     Args:
       steps: iterator of `score_ids`, which yields arrays [B, n, ...] by name.
-      rows: number of rows B.
       sizes: number of tokens n of each step; their sum is T.
 
     Returns:
@@ -150,7 +149,7 @@ def _collect(steps, rows, sizes):
     bar = track(steps, "Scoring", len(sizes), console=Console(stderr=True), transient=True)
     for step, n in zip(bar, sizes, strict=True):
         for name, value in step.items():
-            whole = results.setdefault(name, np.empty((rows, sum(sizes), *value.shape[2:]), value.dtype))
+            whole = results.setdefault(name, np.empty((len(value), sum(sizes), *value.shape[2:]), value.dtype))
             whole[:, start : start + n] = value
         start += n
     return results

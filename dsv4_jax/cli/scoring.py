@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache import Batch
 from dsv4_jax.decode import CompiledModel, Model
 from dsv4_jax.decode.drafts import draft, one_token_batch
-from dsv4_jax.decode.sampling import GREEDY
+from dsv4_jax.decode.sampling import GREEDY, log_probabilities
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.sharded_step import sharded_step
 
@@ -57,8 +57,7 @@ def score_step(
     names = {"attention_in": "attn_in", "attention_out": "attn_out"} if layers else {}
     hidden, streams, recorded, cache = model.model(cache, batch, record=names)
     logits = model.logits(hidden)
-    next_logits = jnp.take_along_axis(logits, next_tokens[:, None], axis=1)[:, 0]
-    results = {"log_likelihoods": next_logits - jax.nn.logsumexp(logits, axis=1)}
+    results = {"log_likelihoods": log_probabilities(logits, next_tokens)[0]}
     if keep_logits:
         results["logits"] = logits
     for layer_numbers, values in recorded:
@@ -139,7 +138,7 @@ def score_ids(
       For each step of n tokens, the arrays of `score_step`, {name: [B, n, ...]}. Values for the last token of a row
       mean nothing, because token id 0 stands for the missing next token.
     """
-    slots = [manager.admit(row) for row in ids]
+    slots = np.array([manager.admit(row) for row in ids])
     compiled = CompiledModel.of(model)
     cache = manager.init_cache()
     start = 0
@@ -147,7 +146,7 @@ def score_ids(
     for n in sizes:
         stop = start + n
         tokens = manager.check_ids(ids[:, start:stop].reshape(-1))
-        batch, begins = manager.prepare_arrays(np.array(slots), np.full((len(slots),), n), tokens)
+        batch, begins = manager.prepare_arrays(slots, np.full_like(slots, n), tokens)
         if window_only:  # entries need a block to be stored and read
             batch = dataclasses.replace(batch, new_blocks=jnp.full_like(batch.new_blocks, -1))
         places = begins[:, None] + np.arange(n)  # [B, n] indices of the tokens in the batch

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
@@ -37,12 +36,10 @@ def use_compilation_cache() -> None:
     """
     # A run needs dozens of small programs, so programs that compile fast are kept, too.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsv4_jax" / "programs"
-        if not folder.is_absolute():
-            return
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    programs_folder = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(cache):
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(cache, "dsv4_jax", "programs"))
+    programs_folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     is_on = os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true").lower() in ("1", "true", "t", "yes", "y", "on")
     if not is_on or not programs_folder:
         return

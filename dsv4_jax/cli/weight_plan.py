@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.config import DSV4Config
@@ -45,25 +45,29 @@ def plan_weights(
     Raises:
       ValueError: the mesh would split a block of weights that share a scale.
     """
-    from dsv4_jax.bench.cases import tree_bytes
-    from dsv4_jax.checkpoint.random_weights import abstract_model
-    from dsv4_jax.nn.parameters import parameter_views
-
-    mesh = abstract_mesh(sizes) if sizes else None
-    whole = parameter_views(abstract_model(config))
-    sharded = parameter_views(abstract_model(config, mesh, expert_parallel=expert_parallel))
+    whole = _sizes(config)
     report = {kind: {"model": 0, "device": 0, "replicated": 0} for kind in KINDS}
-    # An array that several linear maps or layers share has several paths. It counts at one of these paths only.
-    paths = {id(view.variable): path for path, view in sharded.items()}
-    for path in paths.values():
-        kind = next(kind for kind, texts in KINDS.items() if any(text in path for text in texts))
-        row = report[kind]
-        model_bytes = tree_bytes(whole[path].variable)
-        device_bytes = tree_bytes(sharded[path].variable)
+    for path, device_bytes in _sizes(config, abstract_mesh(sizes) if sizes else None, expert_parallel).items():
+        row = next(report[kind] for kind, texts in KINDS.items() if any(text in path for text in texts))
+        model_bytes = whole[path]
         row["model"] += model_bytes
         row["device"] += device_bytes
         row["replicated"] += device_bytes if device_bytes == model_bytes else 0
     return {kind: row for kind, row in report.items() if row["model"]}
+
+
+def _sizes(config, mesh=None, expert_parallel=False):
+    """Returns {path of an array: its bytes on each device of the mesh} for a model stored as in the release.
+
+    An array that several linear maps or layers share has several paths. Only one of them is listed.
+    """
+    from dsv4_jax.bench.cases import tree_bytes
+    from dsv4_jax.checkpoint.random_weights import abstract_model
+    from dsv4_jax.nn.parameters import parameter_views
+
+    views = parameter_views(abstract_model(config, mesh, expert_parallel=expert_parallel))
+    paths = {id(view.variable): path for path, view in views.items()}
+    return {path: tree_bytes(views[path].variable) for path in paths.values()}
 
 
 def weight_table(weights: Mapping[str, Mapping[str, int]]) -> Table:
@@ -101,11 +105,17 @@ def plan_experts(config: DSV4Config, expert_memory: str, memory: int, cache_byte
       ValueError: the programs and all weights but the experts in host memory do not fit the GPU; layers have different
         numbers of experts; or a matrix of an expert in host memory would not be a whole number of pages.
     """
+    from dsv4_jax.checkpoint.keys import TABLES, weights
+    from dsv4_jax.checkpoint.placement import expert_shapes
     from dsv4_jax.expert_pages import TokenCost, program_bytes
     from dsv4_jax.expert_pages.token_cost import READ_RATES
 
-    layers, experts, matrices, other_weights, routed = _count_bytes(config)
-    slice_bytes = layers * sum(matrices)  # one expert of every layer
+    layers, shapes = expert_shapes(weights(config, "release"))
+    experts = shapes[0][0]
+    matrices = [math.prod(shape[1:]) for shape in shapes]  # bytes of the FP4 codes of each matrix of an expert
+    slice_bytes = len(layers) * sum(matrices)  # one expert of every layer
+    sizes = {path: nbytes for path, nbytes in _sizes(config).items() if not path.endswith(TABLES)}
+    other_weights = sum(sizes.values()) - experts * slice_bytes  # all but the experts' codes and the tables on the host
     programs = program_bytes(STEP_TOKENS, config)
     budget = memory - other_weights - programs - cache_bytes
     if expert_memory != "auto":
@@ -129,8 +139,9 @@ def plan_experts(config: DSV4Config, expert_memory: str, memory: int, cache_byte
         chosen=config.num_experts_per_tok,
         expert_bytes=sum(matrices),
         # All weights but the routed experts with their scales, the draft layers, and the tables in host memory.
-        # `routed` includes the experts' codes, which `other_weights` leaves out, so the codes are added first.
-        other_bytes=other_weights + experts * slice_bytes - routed,
+        other_bytes=sum(
+            nbytes for path, nbytes in sizes.items() if ".mlp.experts." not in path and not path.startswith("drafts.")
+        ),
         read_rate=READ_RATES[gpu],
     )
     return {
@@ -138,50 +149,18 @@ def plan_experts(config: DSV4Config, expert_memory: str, memory: int, cache_byte
         "on_host": on_host,
         "host_bytes": on_host * slice_bytes,
         "weights_bytes": needed,
-        "steps": _estimate_steps(cost, on_host),
+        "steps": [
+            {
+                "tokens": tokens,
+                "skew": skew,
+                "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
+                "misses": round(cost.misses(on_host, skew, tokens), 1),
+            }
+            for tokens in TOKENS
+            for skew in SKEWS
+        ],
         "gpu": gpu,
     }
-
-
-def _count_bytes(config):
-    """Counts the bytes of a model's weights, stored as in the release.
-
-    Returns:
-      (layers, experts, matrices, other, routed). `layers` is the number of layers with experts, and `experts` the
-      number of experts of a layer. `matrices` lists the bytes of the FP4 codes of each matrix of an expert. `other`
-      counts all weights except these codes and the tables that lie in host memory, see `TABLES`. `routed` counts the
-      experts with their scales, and the weights of the draft layers.
-    """
-    from flax import nnx
-
-    from dsv4_jax.bench.cases import tree_bytes
-    from dsv4_jax.checkpoint.keys import TABLES, weights
-    from dsv4_jax.checkpoint.placement import expert_shapes
-    from dsv4_jax.checkpoint.random_weights import abstract_model
-    from dsv4_jax.nn.parameters import parameter_views
-
-    layers, shapes = expert_shapes(weights(config, "release"))
-    model = abstract_model(config)
-    table_bytes = sum(tree_bytes(v.variable) for path, v in parameter_views(model).items() if path.endswith(TABLES))
-    code_bytes = len(layers) * sum(map(math.prod, shapes))
-    loops = model.model.layers.loops
-    routed = tree_bytes(model.drafts) + sum(tree_bytes(layer.mlp.experts) for loop in loops for layer in loop.layers)
-    matrices = [math.prod(shape[1:]) for shape in shapes]
-    return len(layers), shapes[0][0], matrices, tree_bytes(nnx.state(model)) - table_bytes - code_bytes, routed
-
-
-def _estimate_steps(cost, on_host):
-    """Returns the field "steps" of `plan_experts`, for `on_host` experts of each layer in host memory."""
-    return [
-        {
-            "tokens": tokens,
-            "skew": skew,
-            "milliseconds": round(cost.milliseconds(on_host, skew, tokens), 1),
-            "misses": round(cost.misses(on_host, skew, tokens), 1),
-        }
-        for tokens in TOKENS
-        for skew in SKEWS
-    ]
 
 
 def expert_table(report: dict[str, Any]) -> Table:
@@ -199,7 +178,4 @@ def expert_table(report: dict[str, Any]) -> Table:
 
 def number_table(title: str, label: str, *columns: str) -> Table:
     """Returns an empty table, with a first column `label` for labels and further `columns` for numbers."""
-    table = Table(label, title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+    return Table(label, *(Column(name, justify="right") for name in columns), title=title, title_justify="left")

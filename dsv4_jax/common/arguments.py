@@ -6,6 +6,7 @@ The command line replaces NAME=VALUE by its option, see `cli.options.Command.exp
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -58,6 +59,15 @@ def check_choice(name: str, value: Any, *choices: Any, reason: str = "") -> None
     Raises ValueError with the message "NAME=VALUE must be .. or ..", followed by `reason`.
     """
     check(value in choices, f"{name}={value!r} must be {' or '.join(map(repr, choices))}{reason}")
+
+
+def adapter_index(name: str, names: Sequence[str]) -> int:
+    """Returns the index of an adapter among a model's `adapter_names`.
+
+    Raises ValueError if the model has no adapter of this name.
+    """
+    check(name in names, f"{name=} must be one of the model's adapters: {', '.join(names) or 'none'}")
+    return names.index(name)
 
 
 def check_real(name: str, value: Any) -> float:

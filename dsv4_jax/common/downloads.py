@@ -33,17 +33,23 @@ def snapshot_hint(folder: Path) -> str:
     return f" This is a folder of the hub's cache: give the snapshot in it, {configs[-1].parent}" if configs else ""
 
 
-def parse_json(name: str, content: bytes) -> dict[str, Any]:
-    """Parses a JSON object.
+def read_json_object(file: Path, title: str = "", hint: str = "") -> dict[str, Any]:
+    """Reads a file that holds a JSON object.
 
     Args:
-      name: name of the file, for errors.
-      content: content of the file.
+      file: the file.
+      title: text before the file's path in the error if it cannot be read.
+      hint: text at the end of this error.
 
     Raises:
-      ValueError: the content is a Git LFS pointer, no valid JSON or no object, or an object has duplicate keys.
+      ValueError: the file cannot be read, is a Git LFS pointer, no valid JSON or no object, or an object has duplicate
+        keys.
     """
-    check_not_lfs_pointer(name, content)
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {title}{file}: {error.strerror}.{hint}") from None
+    check_not_lfs_pointer(file, content)
 
     def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Returns the pairs of a JSON object as a dict. Raises ValueError if a key occurs twice."""
@@ -57,7 +63,7 @@ def parse_json(name: str, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content, object_pairs_hook=unique_object)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: its JSON is broken (truncated?): {error}.") from None
+        raise ValueError(f"{file}: its JSON is broken (truncated?): {error}.") from None
     if not isinstance(parsed, dict):
-        raise ValueError(f"{name}: its JSON is no object but {type(parsed).__name__}.")
+        raise ValueError(f"{file}: its JSON is no object but {type(parsed).__name__}.")
     return parsed

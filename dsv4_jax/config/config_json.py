@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4_jax.common.arguments import check, check_choice, check_positive, check_whole
-from dsv4_jax.common.downloads import parse_json, snapshot_hint
+from dsv4_jax.common.downloads import read_json_object, snapshot_hint
 from dsv4_jax.config.draft_config import DSparkConfig
 from dsv4_jax.config.engram_config import EngramConfig
 from dsv4_jax.config.layer_spec import LAYER_TYPES, MAX_ROWS, SLIDING, LayerSpec, numbered, shared_specs
@@ -342,12 +342,7 @@ def read_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if path.suffix == ".safetensors" and not path.is_dir():
         file = path.with_name("config.json")
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        hint = snapshot_hint(path)
-        raise ValueError(f"cannot read the configuration {file}: {error.strerror}.{hint}") from None
-    return parse_json(str(file), text)
+    return read_json_object(file, "the configuration ", snapshot_hint(path))
 
 
 def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from dsv4_jax.common.arguments import check, check_positive, check_whole
+from dsv4_jax.common.arguments import adapter_index, check, check_positive, check_whole
 from dsv4_jax.nn.layers import AnyRngs, Axes, Linear, StackedRngs, parameter
 from dsv4_jax.nn.projections import FusedLinear
 from dsv4_jax.nn.shardings import parameter_sharding
@@ -191,9 +191,7 @@ def merge_adapter(model: Any, name: str) -> Any:
     Raises:
       ValueError: the model has no such adapter.
     """
-    if name not in model.adapter_names:
-        raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
-    adapter_index = model.adapter_names.index(name)
+    index = adapter_index(name, model.adapter_names)
     merged = nnx.clone(model)
     for _, _, module in linear_modules(merged):
         if module.adapters is None:
@@ -201,9 +199,9 @@ def merge_adapter(model: Any, name: str) -> Any:
         if isinstance(module, FusedLinear):
             for map_name, adapters in module.adapters.items():
                 key, rows = module.rows_of(map_name)
-                _add_to(module.weights[key], rows, adapters.product(adapter_index))
+                _add_to(module.weights[key], rows, adapters.product(index))
         else:
-            _add_to(module.weight, (), module.adapters.product(adapter_index))
+            _add_to(module.weight, (), module.adapters.product(index))
         del module.adapters
     merged.adapter_names = ()
     return merged

@@ -40,11 +40,10 @@ class KVFormat(abc.ABC):
         """Returns the codec of indexer keys; raises ValueError if the format cannot hold keys of this width."""
 
 
-@dataclasses.dataclass(frozen=True)
 class V4Format(KVFormat):
     """DeepSeek-V4's own format: rows in E4M3 with a scale per 64 dims, and keys in MXFP4."""
 
-    name: ClassVar[str] = "v4"
+    name = "v4"
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
         return codecs.FP8Rows(nope_dim, rope_dim, FP8_BLOCK)
@@ -53,11 +52,10 @@ class V4Format(KVFormat):
         return codecs.FP4Keys(index_dim, hadamard=True, global_scale=None)
 
 
-@dataclasses.dataclass(frozen=True)
 class V41Format(KVFormat):
     """DeepSeek-V4.1's own format: window rows in MXFP8, entries in FP4 and keys in MXFP4, with no dims in bfloat16."""
 
-    name: ClassVar[str] = "v41"
+    name = "v41"
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
         return codecs.FP4Rows(nope_dim + rope_dim, 0)
@@ -81,7 +79,7 @@ class PerEntryFormat(KVFormat):
       ValueError: `index_global_scale` is not positive and finite.
     """
 
-    name: ClassVar[str] = "per_entry"
+    name = "per_entry"
     index_global_scale: float = 1.0
 
     def __post_init__(self):
@@ -105,7 +103,7 @@ class PlainFormat(KVFormat):
       ValueError: `dtype` is neither float32 nor bfloat16.
     """
 
-    name: ClassVar[str] = "plain"
+    name = "plain"
     dtype: Any = jnp.bfloat16
 
     def __post_init__(self):
@@ -128,7 +126,7 @@ class FakeQuantFormat(KVFormat):
       format: the format that quantizes the values.
     """
 
-    name: ClassVar[str] = "fake_quant"
+    name = "fake_quant"
     format: KVFormat = V4Format()
 
     def entries(self, nope_dim: int, rope_dim: int) -> RowCodec:
