@@ -45,7 +45,7 @@ def parse_json(name: str, content: bytes) -> dict[str, Any]:
     """
     check_not_lfs_pointer(name, content)
 
-    def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique_object(pairs):
         """Returns the pairs of a JSON object as a dict. Raises ValueError if a key occurs twice."""
         result = dict(pairs)
         if len(result) < len(pairs):
