@@ -113,8 +113,7 @@ def add_adapters(
         raise ValueError(f"the model has adapters already: {', '.join(model.adapter_names)}. Add all of them at once")
     if not names or len({*names}) < len(names) or not all(names):
         raise ValueError(f"names={list(names)} must be different, not empty, and at least one")
-    if len(scales) != len(names):
-        raise ValueError(f"{scales=} must have one factor for each of {list(names)}")
+    check(len(scales) == len(names), f"{scales=} must have one factor for each of {list(names)}")
     modules = list(linear_modules(model))
     known = {
         name
@@ -191,9 +190,9 @@ def merge_adapter(model: Any, name: str) -> Any:
     Raises:
       ValueError: the model has no such adapter.
     """
-    if name not in model.adapter_names:
-        raise ValueError(f"name={name!r} must be one of the model's adapters: {', '.join(model.adapter_names)}")
-    adapter_index = model.adapter_names.index(name)
+    names = model.adapter_names
+    check(name in names, f"{name=} must be one of the model's adapters: {', '.join(names)}")
+    adapter_index = names.index(name)
     merged = nnx.clone(model)
     for _, _, module in linear_modules(merged):
         if module.adapters is None:
