@@ -51,7 +51,7 @@ def read_json_object(file: Path, title: str = "", hint: str = "") -> dict[str, A
         raise ValueError(f"cannot read {title}{file}: {error.strerror}.{hint}") from None
     check_not_lfs_pointer(file, content)
 
-    def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique_object(pairs):
         """Returns the pairs of a JSON object as a dict. Raises ValueError if a key occurs twice."""
         result = dict(pairs)
         if len(result) < len(pairs):

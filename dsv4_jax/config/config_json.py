@@ -136,12 +136,12 @@ def check_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return integers | {name: check_positive(name, values[name]) for name in REALS}
 
 
-def _object(name: str, value: Any) -> dict[str, Any]:
+def _object(name, value):
     check(isinstance(value, dict), f"{name}={value!r} must be an object")
     return value
 
 
-def _agree(fact: str, spellings: dict[str, Any]) -> Any:
+def _agree(fact, spellings):
     """Returns the value of a fact that config.json may state in several fields.
 
     Args:
@@ -157,12 +157,12 @@ def _agree(fact: str, spellings: dict[str, Any]) -> Any:
     return value
 
 
-def _stated(spellings: dict[str, Any]) -> dict[str, Any]:
+def _stated(spellings):
     """Returns {field: value} without fields whose value is None: they are absent, or null in config.json."""
     return {key: value for key, value in spellings.items() if value is not None}
 
 
-def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
+def _by_release_names(raw):
     """Returns {name in the release's config.json: value} of a model's fields, including those in `text_config`.
 
     Ignored fields are left out. For V4.1, the fields `vision_*` are ignored, too. If the configuration of V4.1's
@@ -198,8 +198,8 @@ def _by_release_names(raw: dict[str, Any]) -> dict[str, Any]:
                 is_single_eos = key == "eos_token_id" and value is not None and not isinstance(value, list)
                 facts.setdefault(aliases.get(key, key), {})[prefix + key] = [value] if is_single_eos else value
     if image_fields:
-        names = ", ".join(sorted(image_fields))
-        _log.info("The model reads text only, so these fields of config.json are ignored: %s", names)
+        listed = ", ".join(sorted(image_fields))
+        _log.info("The model reads text only, so these fields of config.json are ignored: %s", listed)
     facts["model_type"] = {"model_type": model_type}
     unified = {name: _agree(name, _stated(spellings) or spellings) for name, spellings in facts.items()}
     # The inference code has a field for each of YaRN's parameters, in place of an object.
@@ -300,7 +300,7 @@ def release_config(config: "DSV4Config") -> dict[str, Any]:
     return outer | {"text_config": {"model_type": "deepseek_v41_text", **text}}
 
 
-def _check_layers(config: "DSV4Config", content: dict[str, Any], is_v41: bool) -> None:
+def _check_layers(config, content, is_v41):
     """Raises ValueError if config.json cannot express the layers of the model.
 
     The function reads the layers from `content` and compares them with those of `config`. The `group` and `index` of
@@ -339,8 +339,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: the file cannot be read or is no JSON object.
     """
-    file = path / "config.json" if path.is_dir() else path
-    if path.suffix == ".safetensors" and not path.is_dir():
+    file = path
+    if path.is_dir():
+        file = path / "config.json"
+    elif path.suffix == ".safetensors":
         file = path.with_name("config.json")
     return read_json_object(file, "the configuration ", snapshot_hint(path))
 
@@ -350,7 +352,7 @@ def mlp_types(hash_layers: int, layers: int) -> tuple[str, ...]:
     return ("hash_moe",) * hash_layers + ("moe",) * (layers - hash_layers)
 
 
-def _draft_fields(raw: dict[str, Any], layers: int, is_v41: bool) -> dict[str, Any]:
+def _draft_fields(raw, layers, is_v41):
     """Returns the fields of `DSV4Config` about draft layers, for a model with `layers` other layers."""
     count = check_whole("num_nextn_predict_layers", raw.get("num_nextn_predict_layers") or 0)
     check(count != 0, "num_nextn_predict_layers is 0 or absent: this model has no layers that make drafts.")
@@ -370,7 +372,7 @@ def _draft_fields(raw: dict[str, Any], layers: int, is_v41: bool) -> dict[str, A
     return {"num_nextn_predict_layers": count, "dspark": dspark}
 
 
-def _dspark(raw: dict[str, Any], num_layers: int) -> DSparkConfig | None:
+def _dspark(raw, num_layers):
     """Returns DSpark's configuration; None if the draft layer is the multi-token-prediction block.
 
     Args:
@@ -389,14 +391,14 @@ def _dspark(raw: dict[str, Any], num_layers: int) -> DSparkConfig | None:
     return DSparkConfig(num_layers=num_layers or len(fields["target_layer_ids"]), **fields)
 
 
-def _ratios(raw: dict[str, Any], layers: int) -> list[int]:
+def _ratios(raw, layers):
     """Returns the elements of `compress_ratios` for the model's `layers` layers, without those for draft layers."""
     ratios = _integers("compress_ratios", raw["compress_ratios"])[:layers]
     check(len(ratios) == layers, f"compress_ratios has {len(ratios)} entries, but num_hidden_layers={layers}")
     return [check_whole(f"compress_ratios[{i}]", ratio, 0, MAX_ROWS) for i, ratio in enumerate(ratios)]
 
 
-def _v4_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+def _v4_layers(raw, layers):
     """Returns the fields of `DSV4Config` about the layers of a V4 model, from all formats that state them."""
     specs = _specs(raw, layers)
     mlps = {}
@@ -407,7 +409,7 @@ def _v4_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
     return {"specs": specs, "mlp_layer_types": _agree("the MLPs' types", mlps)}
 
 
-def _v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+def _v41_layers(raw, layers):
     """Returns the fields of `DSV4Config` about the layers of a V4.1 model."""
     kv_sources, index_sources = (_integers(name, raw[name]) for name in _SOURCES[:2])
     candidates = check_whole("candidate_source_layer_id", raw["candidate_source_layer_id"], -1, layers - 1)
@@ -425,12 +427,12 @@ def _v41_layers(raw: dict[str, Any], layers: int) -> dict[str, Any]:
     }
 
 
-def _integers(name: str, values: Any) -> list[int]:
+def _integers(name, values):
     check(isinstance(values, list | tuple), f"{name}={values!r} must be a list of integers")
     return [check_whole(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
-def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
+def _specs(raw, layers):
     """Returns the specs of V4's layers, from `compress_ratios`, or from `layer_types` and `compress_rates`."""
     types = {}  # {field of config.json: kind of attention of each layer}
     rates = {}  # {field of config.json: compression rate of each layer}
@@ -452,7 +454,7 @@ def _specs(raw: dict[str, Any], layers: int) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec.of_ratio(rate) for rate in _agree("the layers' rates", rates))
 
 
-def _read_scaling(name: str, block: Any) -> RopeScaling | None:
+def _read_scaling(name, block):
     """Returns YaRN's parameters from `block`, the object `name` of config.json; None if its type is "default"."""
     block = _object(name, block)
     kinds = {key: block[key] for key in ("type", "rope_type") if key in block}
@@ -473,7 +475,7 @@ def _read_scaling(name: str, block: Any) -> RopeScaling | None:
         raise ValueError(f"{name}.{error}") from None
 
 
-def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+def _rope_fields(raw):
     """Returns the fields of `DSV4Config` about RoPE, from all formats that state them."""
     # {field of `DSV4Config`: {place in config.json: the value there, or None}}.
     spellings = {name: {name: raw.get(name)} for name in ("qk_rope_head_dim", "rope_theta", "compress_rope_theta")}
@@ -488,8 +490,8 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
             spellings[theta][f"{name}.rope_theta"] = block.get("rope_theta")
             fractions[f"{name}.partial_rotary_factor"] = block.get("partial_rotary_factor")
             scalings[name] = _read_scaling(name, block)
-        main_scaling = scalings.pop("rope_parameters.main")
-        check(main_scaling is None, "rope_parameters.main asks for YaRN; sliding layers have plain RoPE.")
+        is_plain = scalings.pop("rope_parameters.main") is None
+        check(is_plain, "rope_parameters.main asks for YaRN; sliding layers have plain RoPE.")
     block = raw.get("rope_scaling")
     if block is not None or not scalings:
         scalings["rope_scaling"] = None if block is None else _read_scaling("rope_scaling", block)
@@ -506,7 +508,7 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _v41_layer_fields(config: "DSV4Config") -> dict[str, Any]:
+def _v41_layer_fields(config):
     """Returns the fields of V4.1's config.json about sources of entries, candidates, draft layers and Engram."""
     specs = config.specs
     engram = dict.fromkeys(_ENGRAM, 0) | {"layer_ids": [], "num_embeddings": []}

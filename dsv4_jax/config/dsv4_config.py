@@ -99,8 +99,9 @@ class DSV4Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "specs", numbered(self.specs))
         config_json.check_numbers(vars(self) | {"num_hidden_layers": self.num_hidden_layers})
-        known = config_json.MLP_LAYER_TYPES
-        names = config_json.check_names("mlp_layer_types", self.mlp_layer_types, known, self.num_hidden_layers)
+        names = config_json.check_names(
+            "mlp_layer_types", self.mlp_layer_types, config_json.MLP_LAYER_TYPES, self.num_hidden_layers
+        )
         object.__setattr__(self, "mlp_layer_types", names)
         ends = self.eos_token_id
         check(isinstance(ends, list | tuple), f"eos_token_id={ends!r} must be a tuple of token ids")
@@ -196,7 +197,7 @@ class DSV4Config:
         layers, so in V4.1 these are the layers before the target layers.
         """
         targets = () if self.drafts is None else self.drafts.target_layer_ids
-        return tuple(layer - 1 for layer in targets) if self.delays_pre else tuple(targets)
+        return tuple(layer - int(self.delays_pre) for layer in targets)
 
     @property
     def num_draft_layers(self) -> int:
@@ -217,9 +218,13 @@ class DSV4Config:
         if dspark is not None:
             targets = tuple(range(count))[-len(dspark.target_layer_ids) :]
             dspark = dataclasses.replace(dspark, target_layer_ids=targets)
-        engram = self.engram and self.engram.first_layers(count)
-        mlps = tuple(mlp_layer_types or ("moe",) * count)
-        return dataclasses.replace(self, specs=tuple(specs), mlp_layer_types=mlps, dspark=dspark, engram=engram)
+        return dataclasses.replace(
+            self,
+            specs=tuple(specs),
+            mlp_layer_types=tuple(mlp_layer_types or ("moe",) * count),
+            dspark=dspark,
+            engram=self.engram and self.engram.first_layers(count),
+        )
 
     def first_layers(self, count: int) -> "DSV4Config":
         """Returns the configuration of a model that has only the first `count` layers of this one.
@@ -340,8 +345,8 @@ class DSV4Config:
             layers. A model like V4.1 has the layers of `shared_specs` and at least `kv_format="v41"`,
             `norms_queries=False` and `delays_pre=True`; to be saved, it needs `weight_block=32`, too.
         """
-        values = _RELEASED | _SMALL | {"mlp_layer_types": ("moe",) * len(layers)} | fields
-        return cls(**values, specs=tuple(layers))
+        defaults = _RELEASED | _SMALL | {"mlp_layer_types": ("moe",) * len(layers)}
+        return cls(**defaults | fields, specs=tuple(layers))
 
     @classmethod
     def v4_flash(cls) -> "DSV4Config":
@@ -391,10 +396,10 @@ class DSV4Config:
         Args:
           mtp: whether to include the release's draft layers, which are DSpark's, as in `from_hf`.
         """
-        specs = shared_specs((0, 0, *(2,) * 18, *(1,) * 20), (2, 8, 14, 20), (2, 8, 14, 20, 24, 28, 32, 36), 20)
         config = cls(
             **_RELEASED | {"rms_norm_eps": 1e-20, "index_n_heads": 32}, hidden_size=5120, num_attention_heads=64,
-            q_lora_rank=1280, o_groups=8, index_topk=512, specs=specs, mlp_layer_types=("moe",) * 40,
+            q_lora_rank=1280, o_groups=8, index_topk=512, mlp_layer_types=("moe",) * 40,
+            specs=shared_specs((0, 0, *(2,) * 18, *(1,) * 20), (2, 8, 14, 20), (2, 8, 14, 20, 24, 28, 32, 36), 20),
             moe_intermediate_size=2304, n_routed_experts=384, routed_scaling_factor=1.5, kv_format="v41",
             norms_queries=False, delays_pre=True, candidate_topk_blocks=2048, candidate_block_size=8,
             engram=EngramConfig(

@@ -73,11 +73,10 @@ class LayerSpec:
           rate: number of tokens per entry. Layers with the same rate share a pool group, named "csa" and the rate.
           **fields: values of other attributes, such as `window=64` or `owner=False`.
         """
-        spec = cls(
-            compress_rate=rate, group=f"csa{rate}", owner=True, overlap=True, keys=True, key_compressor=True,
-            selection=OWN,
-        )  # fmt: skip
-        return dataclasses.replace(spec, **fields)
+        differences = {
+            "group": f"csa{rate}", "overlap": True, "keys": True, "key_compressor": True, "selection": OWN,
+        }  # fmt: skip
+        return cls.hca(rate, **differences | fields)
 
     @classmethod
     def hca(cls, rate: int = 128, **fields: Any) -> "LayerSpec":
@@ -99,8 +98,8 @@ class LayerSpec:
           rate: number of tokens per entry. Layers with the same rate share a pool group, named "full" and the rate.
           **fields: values of other attributes, such as `candidates=-1`.
         """
-        spec = cls(compress_rate=rate, group=f"full{rate}", owner=True, keys=True, selection=OWN, position_bias=False)
-        return dataclasses.replace(spec, **fields)
+        differences = {"group": f"full{rate}", "keys": True, "selection": OWN, "position_bias": False}
+        return cls.hca(rate, **differences | fields)
 
     @classmethod
     def of_ratio(cls, ratio: int) -> "LayerSpec":
@@ -121,8 +120,7 @@ class LayerSpec:
 
         If the layer selects entries itself, `selection` is -1. If it makes candidates itself, `candidates` is -1.
         """
-        sources: dict[str, Any] = {name: OWN for name in _SOURCES if getattr(self, name) == self.layer}
-        return dataclasses.replace(self, layer=OWN, index=0, **sources)
+        return _renumbered(self, self.layer, OWN, 0)
 
     @property
     def selects(self) -> bool:
@@ -133,6 +131,12 @@ class LayerSpec:
     def makes_candidates(self) -> bool:
         """Whether the layer makes the candidate blocks to which later layers are restricted."""
         return self.candidates == self.layer
+
+
+def _renumbered(spec, old, new, index):
+    """Returns the spec with the number `new` and the given index. Its sources with the number `old` get `new`, too."""
+    sources: dict[str, Any] = {name: new for name in _SOURCES if getattr(spec, name) == old}
+    return dataclasses.replace(spec, layer=new, index=index, **sources)
 
 
 def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
@@ -155,9 +159,7 @@ def numbered(specs: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
             if (value := getattr(unplaced, field)) is not None:
                 check_whole(f"{name}.{field}", value, least, MAX_ROWS)
         group_owners = owners.setdefault(unplaced.group, [])
-        sources: dict[str, Any] = {name: layer for name in _SOURCES if getattr(unplaced, name) == OWN}
-        index = len(group_owners) if unplaced.owner else unplaced.index
-        spec = dataclasses.replace(unplaced, layer=layer, index=index, **sources)
+        spec = _renumbered(unplaced, OWN, layer, len(group_owners) if unplaced.owner else unplaced.index)
         placed.append(spec)
         if spec.owner:
             group_owners.append(spec)
@@ -210,8 +212,7 @@ def shared_specs(
             continue
         is_kv_source = layer in kv_sources
         if is_kv_source:
-            index = sum(spec.compress_rate == rate for spec in source_specs)
-            source_specs.append(LayerSpec.full(rate, index=index))
+            source_specs.append(LayerSpec.full(rate, index=sum(spec.compress_rate == rate for spec in source_specs)))
         is_index_source = layer in index_sources
         if is_index_source:
             index_source = layer
@@ -227,8 +228,9 @@ def shared_specs(
         )
         is_restricted = is_index_source and candidate_source is not None and candidate_source <= layer
         candidates = candidate_source if is_restricted else None
-        spec = dataclasses.replace(source_spec, owner=is_kv_source, selection=index_source, candidates=candidates)
-        specs.append(spec)
+        specs.append(
+            dataclasses.replace(source_spec, owner=is_kv_source, selection=index_source, candidates=candidates)
+        )
     return numbered(specs)
 
 

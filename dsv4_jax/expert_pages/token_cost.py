@@ -66,8 +66,7 @@ class TokenCost:
 
     def _read(self, skew, tokens):
         """Returns the probability that a step reads each expert of a layer, the most frequent one first."""
-        shares = np.minimum(selection_shares(self.experts, self.chosen, skew), 1.0)
-        return 1 - (1 - shares) ** tokens
+        return 1 - (1 - np.minimum(selection_shares(self.experts, self.chosen, skew), 1.0)) ** tokens
 
 
 def selection_shares(experts: int, chosen: int, skew: float) -> Float[np.ndarray, "E"]:

@@ -125,57 +125,48 @@ class Attention(nnx.Module):
           device's term of a sum, see `ops.all_reduce`.
         """
         config = self.config
-        spec = self.config.layers[self.layer]
+        spec = config.layers[self.layer]
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
         projected_x = self.input_projections(x)
         projected_latent = self.latent_projections(projected_x["q_a_proj"], self.q_a_norm)
         q = projected_latent["q_b_proj"].reshape(x.shape[0], -1, config.head_dim)
-        arrays = q, projected_x["kv_proj"], self.kv_norm.weight.get_value()
         with jax.named_scope("norm_rope"):
             q, handle = handle.norm_rope_append(
-                *arrays, inv_freq, eps=config.rms_norm_eps, norms_queries=config.norms_queries
+                q,
+                projected_x["kv_proj"],
+                self.kv_norm.weight.get_value(),
+                inv_freq,
+                eps=config.rms_norm_eps,
+                norms_queries=config.norms_queries,
             )
         if self.compressor is not None:
             with jax.named_scope("compressor"):
-                handle = _compress(self.compressor, projected_x, handle)
+                handle = self.compressor.store(projected_x, handle)
         if self.indexer is not None:
-            queries = projected_latent["indexer_q_b_proj"], projected_x["indexer_weights_proj"]
             # The carry lacks the candidates if this layer makes them itself, or if all blocks of the longest request
             # would be candidates (see `LayerCacheHandle.candidate_blocks`).
             candidates = None if spec.candidates is None else carry.candidates.get(spec.candidates)
-            selection, own_candidates = self.indexer(*queries, handle, candidates)
+            selection, own_candidates = self.indexer(
+                projected_latent["indexer_q_b_proj"], projected_x["indexer_weights_proj"], handle, candidates
+            )
             if forced_selection is not None:
                 # A token that sees entries selects at least one. So if a forced row has no entry, it was not recorded,
                 # or its token sees no entry. The indexer's selection is right in both cases.
                 forced = forced_selection[:, : selection.shape[1]]
                 selection = jnp.where(forced[:, :1] >= 0, forced, selection)
             made = {} if own_candidates is None else {self.layer: own_candidates}
-            selections = carry.selection | {self.layer: selection}
-            carry = dataclasses.replace(carry, selection=selections, candidates=carry.candidates | made)
+            carry = dataclasses.replace(
+                carry, selection=carry.selection | {self.layer: selection}, candidates=carry.candidates | made
+            )
         indices = None if spec.selection is None else carry.selection[spec.selection]
         # Keys are also the values, and are rotated by their own positions. `attend` rotates the output back by the
         # query's position, so that the output depends on relative positions only.
         with jax.named_scope("attention"):
             out, handle = handle.attend(q, self.sinks.get_value(), indices, inv_freq)
-        y = self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1)))
-        return y, carry, handle.cache
+        return self.o_b_proj(self.o_a_proj(out.reshape(x.shape[0], -1))), carry, handle.cache
 
     def window_rows(self, x: Float[Array, "T D"], positions: Int[Array, "T"]) -> Float[Array, "T d"]:
         """Computes the window rows [T, head_dim] that `__call__` stores, from inputs [T, hidden] at positions [T]."""
         kv = self.kv_norm(self.input_projections(x)["kv_proj"])
         return apply_rope(kv, jnp.maximum(positions, 0), jnp.asarray(self.config.inv_freq(self.layer)))
-
-
-def _compress(compressor, projected_x, handle):
-    """Feeds the tokens' projections to a layer's compressors, and returns the updated handle."""
-
-    def inputs(name):
-        """Returns (kv, gate) of the compressor `name`; the gate is None if an entry is a single token."""
-        return projected_x[f"{name}_kv_proj"].astype(jnp.float32), projected_x.get(f"{name}_gate_proj")
-
-    if compressor.key_proj is not None:
-        return compressor.store(handle, *inputs("compressor"))
-    keys = compressor.indexer
-    index = None if keys is None else (*inputs("indexer"), keys.weights())
-    return handle.flush(*inputs("compressor"), compressor.weights(), index=index)

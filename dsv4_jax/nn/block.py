@@ -56,8 +56,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.attn_hc = HyperConnection(config, rngs=rngs)
         self.ffn_hc = HyperConnection(config, rngs=rngs)
-        has_engram = config.has_engram(layer)
-        self.engram = Engram(config, layer, param_dtype=param_dtype, rngs=rngs) if has_engram else None
+        self.engram = Engram(config, layer, param_dtype=param_dtype, rngs=rngs) if config.has_engram(layer) else None
 
     def __call__(
         self,
@@ -102,9 +101,10 @@ class DecoderLayer(nnx.Module):
         x, residual = self.ffn_hc.pre(residual.post(y), self.post_attention_layernorm)
         routing = self.mlp.gate(x, batch.token_ids, batch.slots, batch.is_image, forced_experts)
         residual = residual.post(self.mlp(x, routing))
-        values |= {"experts": routing.experts}
-        by_layer = {"selection": carry.selection, "candidates": carry.candidates}
-        values |= {name: made[self.layer] for name, made in by_layer.items() if self.layer in made}
+        values["experts"] = routing.experts
+        for name in ("selection", "candidates"):
+            if self.layer in (made := getattr(carry, name)):
+                values[name] = made[self.layer]
         recorded = {name: values[name] for name in record if name in values}
         if "attention_out" in recorded:
             recorded["attention_out"] = all_reduce(y)

@@ -1,6 +1,7 @@
-"""The parameters of the compressor, which `LayerCacheHandle.flush` applies."""
+"""The compressor, whose parameters `LayerCacheHandle.flush` applies."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,8 +42,7 @@ class Compressor(nnx.Module):
         self.layer = layer
         spec = config.layers[layer]
         self.width = (1 + spec.overlap) * head_dim
-        bias_shape = spec.compress_rate, self.width
-        self.position_bias = normal(rngs, bias_shape, std=0.5) if spec.position_bias else None
+        self.position_bias = normal(rngs, (spec.compress_rate, self.width), std=0.5) if spec.position_bias else None
         self.kv_norm = RMSNorm(head_dim, eps=config.rms_norm_eps, rngs=rngs)
         self.indexer = indexer
         makes_keys = spec.keys and not spec.key_compressor
@@ -59,19 +59,27 @@ class Compressor(nnx.Module):
             eps=self.config.rms_norm_eps,
         )
 
-    def store(self, handle: Any, kv: Float[Array, "T D"], gate: Float[Array, "T D"] | None) -> Any:
-        """Stores an entry, and an index key made from its pooled vector, for each completed window (V4.1).
+    def store(self, projections: Mapping[str, Float[Array, "T _"]], handle: Any) -> Any:
+        """Stores an entry, and an index key if the layer stores keys, for each window that the tokens complete.
 
         Args:
-          handle: LayerCacheHandle of the layer.
-          kv: [T, head_dim] float32 projections of the tokens.
-          gate: [T, head_dim] float32 pooling logits; None if a window is a single token.
+          projections: results of `Attention.input_projections`, by the names of the maps.
+          handle: the cache of the layer. In V4.1, it must be a `LayerCacheHandle`.
 
         Returns:
           The updated handle.
         """
-        assert self.key_proj is not None and self.key_norm is not None
+
+        def inputs(name):
+            """Returns (kv, gate) of the compressor `name`; the gate is None if an entry is a single token."""
+            return projections[f"{name}_kv_proj"].astype(jnp.float32), projections.get(f"{name}_gate_proj")
+
         weights = self.weights()
-        closed, handle = handle.pool_windows(kv, gate, weights)
+        if self.key_proj is None or self.key_norm is None:
+            keys = self.indexer
+            index = None if keys is None else (*inputs("indexer"), keys.weights())
+            return handle.flush(*inputs("compressor"), weights, index=index)
+        # In V4.1, the keys are made from the pooled vectors of the entries.
+        closed, handle = handle.pool_windows(*inputs("compressor"), weights)
         keys = dataclasses.replace(closed, values=self.key_norm(self.key_proj(closed.values)))
         return handle.write_entries(closed, weights.inv_freq).write_keys(keys, weights.inv_freq)

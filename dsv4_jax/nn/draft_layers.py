@@ -30,8 +30,13 @@ class DraftLayers(nnx.Module):
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
-        numbers = range(config.num_hidden_layers, len(config.layers))
-        self.layers = LayerStack(config, numbers, DecoderLayer, param_dtype=param_dtype, rngs=rngs)
+        self.layers = LayerStack(
+            config,
+            range(config.num_hidden_layers, len(config.layers)),
+            DecoderLayer,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
 
     def run_layers(self, streams: Float[Array, "T h D"], cache: StepCache, batch: Batch) -> tuple[ResidualStreams, Any]:
         """Runs the draft layers; returns their residual streams and the updated cache.

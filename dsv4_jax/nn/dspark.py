@@ -10,11 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.config import DSparkConfig, DSV4Config
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.draft_layers import DraftLayers, Draw
 from dsv4_jax.nn.hyper_connection import HyperHead
 from dsv4_jax.nn.layers import Embedding, Linear, RMSNorm
 from dsv4_jax.ops import all_gather
+from dsv4_jax.ops.views import int_range
 from dsv4_jax.quant import round_to
 
 
@@ -39,11 +40,11 @@ class DSparkDrafts(DraftLayers):
 
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, param_dtype=param_dtype, rngs=rngs)
-        assert isinstance(config.drafts, DSparkConfig)
+        assert config.dspark is not None
         hidden = config.hidden_size
         eps = config.rms_norm_eps
-        rank = config.drafts.markov_rank
-        taps = len(config.drafts.target_layer_ids)
+        rank = config.dspark.markov_rank
+        taps = len(config.dspark.target_layer_ids)
         options: dict[str, Any] = {"param_dtype": param_dtype, "rngs": rngs}
         self.main_proj = Linear(taps * hidden, hidden, **options)
         self.main_norm = RMSNorm(hidden, eps=eps, rngs=rngs)
@@ -61,8 +62,9 @@ class DSparkDrafts(DraftLayers):
           streams: [T, target layers, hidden] means over the streams of the target layers, at the batch's tokens.
         """
         x = self.main_norm(self.main_proj(streams.reshape(streams.shape[0], -1)))
-        rows = {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.layers.slices()}
-        return cache.write_windows(rows, batch)
+        return cache.write_windows(
+            {layer.layer: layer.self_attn.window_rows(x, batch.positions) for layer in self.layers.slices()}, batch
+        )
 
     def draft(
         self,
@@ -83,12 +85,12 @@ class DSparkDrafts(DraftLayers):
         Returns:
           The tuple of `decode.drafts.Drafts.draft`, with confidence logits.
         """
-        assert isinstance(self.config.drafts, DSparkConfig)
-        block_size = self.config.drafts.block_size
-        noise_id = self.config.drafts.noise_token_id
-        offsets = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+        dspark = self.config.dspark
+        assert dspark is not None
+        block_size = dspark.block_size
+        offsets = int_range(block_size)[None, :]
         is_real = batch.positions[:, None] >= 0
-        ids = jnp.where(offsets == 0, batch.token_ids[:, None], noise_id)
+        ids = jnp.where(offsets == 0, batch.token_ids[:, None], dspark.noise_token_id)
         block = dataclasses.replace(
             batch,
             token_ids=jnp.where(is_real, ids, 0).reshape(-1),
@@ -99,7 +101,7 @@ class DSparkDrafts(DraftLayers):
         # Without the barrier, XLA would dequantize weights before a loop that calls this method, and hold the values.
         drafts = jax.lax.optimization_barrier(self)
         x = model.embed(block)
-        x = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
+        x = jnp.repeat(x[:, None, :], self.config.hc_mult, axis=1)
         residual, cache = drafts.run_layers(x, cache, block)
         hidden = residual.collapsed()[0] if drafts.hc_head is None else drafts.hc_head(residual.merged())
         hidden = residual.gather(hidden)
@@ -109,14 +111,14 @@ class DSparkDrafts(DraftLayers):
             """Returns the first `count` rows of each block, [count, n, ...], from [n * block_size, ...]."""
             return x.reshape(len(batch.positions), block_size, -1)[:, :count].swapaxes(0, 1)
 
-        def draft_one(previous: Any, rows: Any) -> tuple[Any, Any]:
+        def draft_one(previous, rows):
             """Corrects the logits of one draft by the token before it, and draws the draft."""
             hidden, logits, index = rows
             logits, confidence = self.correct(hidden, logits, previous)
             tokens = draw(logits, batch.positions + 1 + index)
             return tokens, (tokens, logits, confidence)
 
-        rows = by_draft(hidden), by_draft(logits), jnp.arange(count, dtype=jnp.int32)
+        rows = by_draft(hidden), by_draft(logits), int_range(count)
         # The scan is unrolled, because a draft is a few small kernels, and slicing a loop's inputs would take as long.
         _, (tokens, logits, confidence) = jax.lax.scan(draft_one, batch.token_ids, rows, unroll=True)
         return tokens.T, logits.swapaxes(0, 1), confidence.T, cache

@@ -57,10 +57,12 @@ class Engram(nnx.Module):
         self.multipliers = nnx.static(ops.hash_multipliers(engram, layer))
         self.primes = nnx.static(engram.primes[number])
         h = config.hc_mult
-        table_shape = engram.num_embeddings[number], engram.head_dim
-        self.embedding = normal(rngs, table_shape, param_dtype, axes=(None, "channels"))
-        channels = (h + 1) * config.hidden_size
-        self.kv_proj = Linear(engram.rows * engram.head_dim, channels, param_dtype=param_dtype, rngs=rngs)
+        self.embedding = normal(
+            rngs, (engram.num_embeddings[number], engram.head_dim), param_dtype, axes=(None, "channels")
+        )
+        self.kv_proj = Linear(
+            engram.rows * engram.head_dim, (h + 1) * config.hidden_size, param_dtype=param_dtype, rngs=rngs
+        )
         self.q_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
         self.k_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
 
@@ -94,8 +96,7 @@ class Engram(nnx.Module):
     ) -> tuple[Float[Array, "T h"], Float[Array, "T D"]]:
         """Computes (gates [T, h] float32, values [T, hidden] in the streams' dtype). Arguments are as in `__call__`."""
         tokens, h, hidden = streams.shape
-        embeddings = rows.reshape(tokens, -1)
-        projected = self.kv_proj(round_to(embeddings, streams.dtype))
+        projected = self.kv_proj(round_to(rows.reshape(tokens, -1), streams.dtype))
         key = projected[:, : h * hidden].astype(jnp.float32).reshape(streams.shape)
         x = streams.astype(jnp.float32)
         # Each stream and its key are normed separately. Only the product of the two norms' weights counts.

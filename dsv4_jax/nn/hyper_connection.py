@@ -20,12 +20,11 @@ from dsv4_jax import ops
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.layers import AnyRngs, RMSNorm, normal
 from dsv4_jax.ops.hyper_connections import (
-    apply_post,
+    apply_post as apply_post,
     apply_pre,
+    merge_output,
     mixing_weights,
     sinkhorn as sinkhorn,
-    split_mixing,
-    sum_rows,
 )
 
 
@@ -80,10 +79,7 @@ class ResidualStreams:
     @jax.named_scope("hyper_connections")
     def merged(self) -> Float[Array, "S h D"]:
         """Returns the streams [S, hc_mult, hidden] with the earlier block's output merged."""
-        if self.y is None or self.mixing is None:
-            return self.streams
-        y = sum_rows(self.y, len(self.streams))
-        return apply_post(self.streams, y, *split_mixing(self.mixing, self.streams.shape[1]))
+        return merge_output(self.streams, self.y, self.mixing)
 
     def add(self, update: Callable[[Float[Array, "S h D"]], Float[Array, "S h D"]]) -> "ResidualStreams":
         """Merges the earlier block's output into the streams, and replaces the streams by `update(streams)`.

@@ -43,10 +43,10 @@ class CSAIndexer(nnx.Module):
           the blocks to which this layer restricts later layers; None if it restricts no layer.
         """
         config = self.config
+        spec = config.layers[self.layer]
         q = q.reshape(-1, config.index_n_heads, config.index_head_dim)
         scaled_weights = head_weights.astype(jnp.float32) * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5)
         scaled_weights = round_to(scaled_weights, head_weights.dtype).astype(jnp.float32)
-        makes_candidates = config.layers[self.layer].makes_candidates
         inv_freq = jnp.asarray(config.inv_freq(self.layer))
 
         def select(handle, q, weights, candidates):
@@ -54,7 +54,7 @@ class CSAIndexer(nnx.Module):
             with jax.named_scope("indexer"):
                 scores = handle.indexer_scores(q, weights, inv_freq, candidates)
             with jax.named_scope("topk"):
-                own_candidates = handle.candidate_blocks(scores) if makes_candidates else None
+                own_candidates = handle.candidate_blocks(scores) if spec.makes_candidates else None
                 return handle.indexer_topk(scores, candidates), own_candidates
 
         if isinstance(handle, LayerCacheHandle):

@@ -5,7 +5,6 @@ A run repeats a period, a sequence of layers: layers A B A B A B are a run of 3 
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,11 @@ def find_runs(forms: Sequence[tuple[Hashable, Sequence[int | None]]], start: int
     """
     stop = start + len(forms)
 
-    def form_in_run(layer: int, first: int, period: int) -> Any:
+    def form_in_run(layer, first, period):
         """Returns a value that is equal for the layers at one position of a run that begins at `first`."""
         form, sources = forms[layer - start]
 
-        def place(source: int | None) -> Any:
+        def place(source):
             """Returns a source before the run as it is, and one in the layer's repeat relative to the layer."""
             if source is None or source < first:
                 return source

@@ -25,6 +25,10 @@ from dsv4_jax.quant import LayerSlice
 Recorded = list[tuple[tuple[int, ...], dict[str, Shaped[Array, "..."]]]]
 
 
+# A filter of variables that are not parameters but state, which the call of a module may have changed.
+_OTHER_STATE = nnx.All(nnx.Variable, nnx.Not(nnx.Param), lambda path, variable: "axes" not in variable.get_metadata())
+
+
 class LayerLoop(nnx.Module):
     """A run of layers, see `LayerRun`, as a loop over its repeats. Each iteration runs the layers of a period.
 
@@ -79,7 +83,7 @@ class LayerLoop(nnx.Module):
         ]
         tap_rows = [_tap_rows(tap_layers, run.layers(position)) for position in range(run.period)]
 
-        def run_period(state: Any, scanned: Any) -> tuple[Any, Any]:
+        def run_period(state, scanned):
             """Runs the layers of one period.
 
             Returns (state, [(recorded values, variables that are not parameters) for each layer]).
@@ -99,14 +103,12 @@ class LayerLoop(nnx.Module):
                     tap_row=tap_rows[position],
                     record=names[position],
                 )
-                outputs.append((inner.recorded, nnx.state(module, _is_other_state)))
+                outputs.append((inner.recorded, nnx.state(module, _OTHER_STATE)))
             return (x, cache, inner.taps), outputs
 
-        repeats = jnp.arange(run.repeats, dtype=jnp.int32)
         body = jax.checkpoint(run_period, prevent_cse=False) if remat else run_period
-        (x, cache, taps), outputs = jax.lax.scan(
-            body, (x, cache, carry.taps), (repeats, stacks, tap_rows), length=run.repeats
-        )
+        scanned = jnp.arange(run.repeats, dtype=jnp.int32), stacks, tap_rows
+        (x, cache, taps), outputs = jax.lax.scan(body, (x, cache, carry.taps), scanned)
         recorded: Recorded = []
         exported: dict[str, Any] = {name: dict(getattr(carry, name)) for name in exports}
         for position, (values, state) in enumerate(outputs):
@@ -143,8 +145,7 @@ class LayerStack(nnx.Module):
         self.start = layers.start
         self.remat = False
         runs = find_runs([_form(config, layer) for layer in layers], layers.start)
-        options = {"param_dtype": param_dtype, "rngs": rngs}
-        self.loops = nnx.List([LayerLoop(config, run, layer_type, **options) for run in runs])
+        self.loops = nnx.List([LayerLoop(config, run, layer_type, param_dtype=param_dtype, rngs=rngs) for run in runs])
 
     def __call__(
         self,
@@ -171,10 +172,7 @@ class LayerStack(nnx.Module):
         return x, carry, cache, recorded
 
     def __len__(self) -> int:
-        return sum(loop.run.period * loop.run.repeats for loop in self.loops)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
+        return self.loops[-1].run.stop - self.start
 
     def __getitem__(self, index: int) -> Any:
         """Returns a copy of a layer, with its own parameters. Raises IndexError if there is no such layer."""
@@ -197,9 +195,10 @@ class LayerStack(nnx.Module):
     def _exports(self, run):
         """Returns {name in `StepCarry`: indices of the layers of a run whose value is read by layers after the run}."""
         later = self.config.layers[run.stop : self.start + len(self)]
-        layers = {*range(run.start, run.stop)}
-        sources = {"selection": {spec.selection for spec in later}, "candidates": {spec.candidates for spec in later}}
-        return {name: layers & numbers for name, numbers in sources.items()}
+        return {
+            name: {*range(run.start, run.stop)} & {getattr(spec, name) for spec in later}
+            for name in ("selection", "candidates")
+        }
 
 
 def stack_modules[M: nnx.Module](modules: Sequence[M]) -> M:
@@ -269,12 +268,3 @@ def _slices(stacks, values, repeat):
             value = value.replace(LayerSlice(value.get_value(), whole, repeat))
         flat.append((path, value))
     return nnx.from_flat_state(flat)
-
-
-def _is_other_state(path, variable):
-    """Returns whether a variable is not a parameter but state, which the call of a module may have changed."""
-    return (
-        isinstance(variable, nnx.Variable)
-        and "axes" not in variable.get_metadata()
-        and not isinstance(variable, nnx.Param)
-    )

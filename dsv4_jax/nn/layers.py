@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,29 +13,21 @@ from jaxtyping import Array, Float, Int
 from dsv4_jax.nn.token_adapters import add_products
 from dsv4_jax.ops import all_reduce, linear, model_index
 from dsv4_jax.ops.linear import LinearSpec, Matrix
-from dsv4_jax.ops.norm_rope import rms_normalize
-from dsv4_jax.quant import round_to
+from dsv4_jax.ops.norm_rope import rms_norm
 
 
 Axes = tuple[str | None, ...]
 
 
-class AbstractRngs(nnx.Rngs):
-    """A value for `rngs` that makes parameters `jax.ShapeDtypeStruct` objects; faster than `nnx.eval_shape`."""
-
-    def __init__(self):
-        """Makes an object without random streams."""
+# A value for `rngs` that makes parameters `jax.ShapeDtypeStruct` objects; faster than `nnx.eval_shape`.
+ABSTRACT = nnx.Rngs()
 
 
-ABSTRACT = AbstractRngs()
-
-
-class StackedRngs:
+class StackedRngs(NamedTuple):
     """A value for `rngs` that makes parameters of equal layers, stacked on an additional first axis, "layers"."""
 
-    def __init__(self, rngs: nnx.Rngs, layers: int):
-        self.rngs = rngs
-        self.layers = layers
+    rngs: nnx.Rngs
+    layers: int
 
 
 type AnyRngs = nnx.Rngs | StackedRngs
@@ -98,7 +90,7 @@ class RMSNorm(nnx.Module):
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
         """Normalizes x [T, features], of any floating dtype."""
-        return round_to(self.weight[...][None, :] * rms_normalize(x.astype(jnp.float32), self.eps), x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 @jax.named_scope("projections")
@@ -162,8 +154,7 @@ class Linear(nnx.Module):
         """Maps [..., in_features] to [..., out_features]."""
         weight = self.weight.get_value()
         groups = 1 if self.num_groups == 1 else x.shape[-1] // weight.shape[1]  # on a mesh, the groups on this device
-        dtype = x.dtype if self.out_dtype is None else self.out_dtype
-        outputs = linear(x, weight, LinearSpec(output_dtype=dtype, num_groups=groups))
+        outputs = linear(x, weight, LinearSpec(output_dtype=self.out_dtype or x.dtype, num_groups=groups))
         return outputs[0] if self.adapters is None else add_products(outputs, x, [self.adapters])[0]
 
 
@@ -182,5 +173,4 @@ class Embedding(nnx.Module):
         """Maps token ids [T] int32 to [T, features]. Ids outside of the vocabulary, such as -1, give zeros."""
         rows = self.weight[...]
         local = token_ids - model_index() * rows.shape[0]
-        here = (local >= 0) & (local < rows.shape[0])
-        return all_reduce(jnp.where(here[:, None], jnp.take(rows, local, axis=0, mode="clip"), 0))
+        return all_reduce(rows.at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False))

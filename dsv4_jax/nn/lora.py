@@ -113,8 +113,7 @@ def add_adapters(
         raise ValueError(f"the model has adapters already: {', '.join(model.adapter_names)}. Add all of them at once")
     if not names or len({*names}) < len(names) or not all(names):
         raise ValueError(f"names={list(names)} must be different, not empty, and at least one")
-    if len(scales) != len(names):
-        raise ValueError(f"{scales=} must have one factor for each of {list(names)}")
+    check(len(scales) == len(names), f"{scales=} must have one factor for each of {list(names)}")
     modules = list(linear_modules(model))
     known = {
         name

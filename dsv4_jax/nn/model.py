@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 from dsv4_jax.cache import Batch, Decisions, KVCache, StepCache
 from dsv4_jax.cache.ngrams import advance_ngrams
 from dsv4_jax.common.arguments import check_choice
-from dsv4_jax.config import DSparkConfig, DSV4Config, MTPConfig
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.block import RECORDED, DecoderLayer
 from dsv4_jax.nn.dspark import DSparkDrafts
@@ -28,10 +28,6 @@ from dsv4_jax.nn.mtp import MTPDrafts
 from dsv4_jax.nn.token_adapters import token_adapters
 from dsv4_jax.ops import all_gather
 from dsv4_jax.quant import round_to
-
-
-# `_DRAFTS` maps the class of `DSV4Config.drafts` to the class of the draft layers' module.
-_DRAFTS: dict[type[Any], type[Any]] = {MTPConfig: MTPDrafts, DSparkConfig: DSparkDrafts}
 
 
 class DeepseekV4Model(nnx.Module):
@@ -50,8 +46,9 @@ class DeepseekV4Model(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, param_dtype=param_dtype, rngs=rngs)
-        numbers = range(config.num_hidden_layers)
-        self.layers = LayerStack(config, numbers, DecoderLayer, param_dtype=param_dtype, rngs=rngs)
+        self.layers = LayerStack(
+            config, range(config.num_hidden_layers), DecoderLayer, param_dtype=param_dtype, rngs=rngs
+        )
         self.token_map = random_token_map(config, rngs) if config.engram else None
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.hc_head = None if config.delays_pre else HyperHead(config, rngs=rngs)
@@ -93,10 +90,14 @@ class DeepseekV4Model(nnx.Module):
                     f"a model with Engram needs a KVCache, which keeps earlier tokens' ids; got {type(cache)}"
                 )
             ngrams, cache = advance_ngrams(cache, batch, self.token_map.get_value())
-            layer_modules = [layer for loop in self.layers.loops for layer in loop.layers]
-            engrams = {layer.layer: layer.engram for layer in layer_modules if layer.engram is not None}
+            engrams = {
+                layer.layer: layer.engram
+                for loop in self.layers.loops
+                for layer in loop.layers
+                if layer.engram is not None
+            }
             x, engram_rows = look_up_ahead(engrams, ngrams, x)
-        residual = ResidualStreams.begin(jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1])))
+        residual = ResidualStreams.begin(jnp.repeat(x[:, None, :], self.config.hc_mult, axis=1))
         taps = jnp.zeros((len(tap_layers), *residual.streams[:, 0].shape), x.dtype) if tap_layers else None
         carry = StepCarry(engram_rows=engram_rows, taps=taps)
         with token_adapters(batch.token_adapters()):
@@ -174,8 +175,8 @@ class DeepseekV4ForCausalLM(nnx.Module):
             axes=("vocab",),
             rngs=rngs,
         )
-        drafts = config.drafts
-        self.drafts: Any = drafts and _DRAFTS[type(drafts)](config, param_dtype=param_dtype, rngs=rngs)
+        draft_type = DSparkDrafts if config.dspark else MTPDrafts
+        self.drafts: Any = config.drafts and draft_type(config, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Any]:
         """Runs one step: a forward pass over a ragged batch with T tokens of any requests.
@@ -222,12 +223,16 @@ class DeepseekV4ForCausalLM(nnx.Module):
         if unknown := sorted({*(layers or ())} - {*range(num_layers)}):
             raise ValueError(f"layers={unknown} must be from 0 to {num_layers - 1}")
         hidden, _, recorded, cache = self.model(cache, batch, record=names)
-        chosen: dict[str, dict[int, Shaped[Array, ...]]] = {name: {} for name in names}
-        for layer_indices, values in recorded:
-            for name in chosen.keys() & values.keys():
-                chosen[name] |= {
-                    layer: values[name][i] for i, layer in enumerate(layer_indices) if layers is None or layer in layers
-                }
+        chosen = {
+            name: {
+                layer: values[name][i]
+                for layer_indices, values in recorded
+                if name in values
+                for i, layer in enumerate(layer_indices)
+                if layers is None or layer in layers
+            }
+            for name in names
+        }
         return hidden, chosen, cache
 
     def forward_streams(self, cache: StepCache, batch: Batch) -> tuple[Float[Array, "T D"], Float[Array, "T n D"], Any]:

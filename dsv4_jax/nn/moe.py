@@ -48,8 +48,7 @@ class Router(nnx.Module):
             self.tid2eid = parameter(HashTable, rngs, (config.vocab_size, chosen), jnp.int32, draw)
         else:
             self.e_score_correction_bias = normal(rngs, (experts,), std=0.1)
-        self.knows_images = config.image_token_id is not None
-        if self.knows_images:
+        if config.image_token_id is not None:
             self.image_correction_bias = normal(rngs, (experts,), std=0.1)
 
     @jax.named_scope("router")
@@ -81,7 +80,7 @@ class Router(nnx.Module):
         weight = self.weight.get_value()
         images = None
         if is_image is not None:
-            if not self.knows_images:
+            if self.config.image_token_id is None:
                 raise ValueError("the batch has is_image, but the model's configuration has no image_token_id")
             images = self.image_correction_bias.get_value(), is_image
         options = {"top_k": self.top_k, "scaling_factor": self.config.routed_scaling_factor}
@@ -172,8 +171,9 @@ class Experts(nnx.Module):
         if gate_up.shape[0] < self.number:  # expert parallelism: experts of other devices get ids out of range
             experts = experts - ops.model_index() * gate_up.shape[0]
             permutation = None
-        arrays = x, experts, weights, gate_up, down, permutation, shared
-        return ops.experts(*arrays, limit=self.limit, total_experts=self.number)
+        return ops.experts(
+            x, experts, weights, gate_up, down, permutation, shared, limit=self.limit, total_experts=self.number
+        )
 
 
 class MoE(nnx.Module):

@@ -34,10 +34,8 @@ class MTPDrafts(DraftLayers):
     def __init__(self, config: DSV4Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, param_dtype=param_dtype, rngs=rngs)
         hidden = config.hidden_size
-        eps = config.rms_norm_eps
-        self.e_proj = Linear(hidden, hidden, param_dtype=param_dtype, rngs=rngs)
-        self.h_proj = Linear(hidden, hidden, param_dtype=param_dtype, rngs=rngs)
-        self.enorm, self.hnorm, self.norm = (RMSNorm(hidden, eps=eps, rngs=rngs) for _ in range(3))
+        self.e_proj, self.h_proj = (Linear(hidden, hidden, param_dtype=param_dtype, rngs=rngs) for _ in range(2))
+        self.enorm, self.hnorm, self.norm = (RMSNorm(hidden, eps=config.rms_norm_eps, rngs=rngs) for _ in range(3))
         self.hc_head = HyperHead(config, rngs=rngs)
 
     def join(self, streams: Float[Array, "T h D"], embedded: Float[Array, "T D"]) -> Float[Array, "T h D"]:
@@ -110,7 +108,7 @@ class MTPDrafts(DraftLayers):
           The tuple of `decode.drafts.Drafts.draft`, with None in place of confidence logits.
         """
 
-        def draft_one(carry: Any, _: None) -> tuple[Any, Any]:
+        def draft_one(carry, _):
             """Makes one draft, and moves the batch to the position after it."""
             streams, batch, cache = carry
             hidden, streams, cache = self(model, streams, cache, batch)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from dsv4_jax.nn.layers import AnyRngs, Axes, RMSNorm, multiply, normal
 from dsv4_jax.nn.token_adapters import add_products
 from dsv4_jax.ops.linear import LinearSpec, Matrix
-from dsv4_jax.quant import WEIGHT_BLOCK, LayerSlice, QuantizedWeight
+from dsv4_jax.quant import WEIGHT_BLOCK, QuantizedWeight, layer_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +71,7 @@ class FusedLinear(nnx.Module):
         matrices = []
         for names in self.groups:
             matrix = merged_rows(self.weights["+".join(names)].get_value())
-            total_size = sum(self.projections[name].size for name in names)
-            devices = total_size // matrix.shape[0]
+            devices = sum(self.projections[name].size for name in names) // matrix.shape[0]
             sizes |= {name: self.projections[name].size // devices for name in names}
             matrices.append(matrix)
         dtypes = tuple(self.projections[name].out_dtype or x.dtype for name in sizes)
@@ -102,11 +101,11 @@ class FusedLinear(nnx.Module):
         """
         for names in self.groups:
             if name in names:
-                position = names.index(name)
-                if self.projections[name].axes and len(names) > 1:
-                    return "+".join(names), (position,)
-                start = sum(self.projections[other].size for other in names[:position])
-                return "+".join(names), (slice(start, start + self.projections[name].size),)
+                rows = names.index(name)
+                if not self.projections[name].axes or len(names) == 1:
+                    start = sum(self.projections[other].size for other in names[:rows])
+                    rows = slice(start, start + self.projections[name].size)
+                return "+".join(names), (rows,)
         raise KeyError(f"there is no map {name!r}; there are {', '.join(self.projections)}")
 
 
@@ -114,19 +113,12 @@ def merged_rows(weight: Any) -> Any:
     """Reshapes matrices [..., maps, rows, columns] to [..., maps * rows, columns]; returns one matrix unchanged."""
     if len(weight.shape) == 2:
         return weight
-    if isinstance(weight, LayerSlice):
-        value = merged_rows(weight.value)
-        if not isinstance(value, type(weight.value)):
-            return value
-        return LayerSlice(value, _merge(weight.stack), weight.layer)
-    if isinstance(weight, QuantizedWeight) and weight.shape[-2] % weight.block[0]:
+    value = layer_value(weight)
+    if isinstance(value, QuantizedWeight) and value.shape[-2] % value.block[0]:
         # The weight is dequantized, because a block of rows with one scale would hold rows of two maps.
-        return merged_rows(weight[...])
-    return _merge(weight)
-
-
-def _merge(weight):
-    return jax.tree.map(lambda x: x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]), weight)
+        return merged_rows(value[...])
+    # The index of a `LayerSlice` is a scalar, which has no rows.
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:-3], -1, x.shape[-1]) if x.ndim else x, weight)
 
 
 def _groups(projections):

@@ -8,14 +8,54 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.common.arguments import check
-from dsv4_jax.ops.dispatch import PreferXla, dispatch
+from dsv4_jax.ops.dispatch import PreferXla, with_kernel
+from dsv4_jax.ops.linear import FLOAT32_SUMS
 from dsv4_jax.quant import LayerSlice, layer_stacks, layer_value, round_to
 from pallas_kernels import linear as kernels
 
 
-_SUMS = {"precision": "highest", "preferred_element_type": jnp.float32}
+def _check(downs, scales):
+    num_adapters = downs[0].shape[0]
+    check(len(scales) == num_adapters, f"{scales=} must have a factor for each of the {num_adapters} adapters")
 
 
+def _multiply(x, matrix):
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), (((1,), (1,)), ((), ())), **FLOAT32_SUMS)
+
+
+def _add_kernel(outputs, x, downs, ups, numbers, scales, *, interpret):
+    """Computes `add_adapters` with kernels. If x has many rows, XLA multiplies them by `downs`."""
+    _check(downs, scales)
+    tokens = len(numbers)
+    if tokens not in kernels.BFLOAT16_TOKENS:
+        raise PreferXla(f"the kernel is for tokens in {kernels.BFLOAT16_TOKENS}, got {tokens}")
+    if any(array.dtype != jnp.bfloat16 for array in (*outputs, x, *downs, *ups)):
+        raise PreferXla("the kernel is for inputs, outputs and matrices in bfloat16")
+    num_adapters, rank, depth = downs[0].shape
+    if num_adapters * rank not in kernels.ADAPTED_RANKS:
+        raise PreferXla(f"the kernel is for adapters times rank in {kernels.ADAPTED_RANKS}, got {num_adapters * rank}")
+    rows = x.reshape(-1, depth)
+    if len(rows) <= max(kernels.BFLOAT16_TOKENS):
+        stacks, layer = layer_stacks(downs)
+        matrices = [down.reshape(*down.shape[:-3], num_adapters * rank, depth) for down in stacks]
+        spec = kernels.LinearSpec((num_adapters * rank,) * len(matrices))
+        down_products = kernels.bfloat16_linear(rows, *matrices, layer=layer, spec=spec, interpret=interpret)
+    else:
+        down_products = [_multiply(rows, down.reshape(-1, depth)) for down in layer_value(downs)]
+    ups, layer = layer_stacks(ups)
+    return kernels.add_adapters(
+        outputs,
+        [product.reshape(tokens, -1) for product in down_products],
+        [up.reshape(*up.shape[:-2], num_adapters * rank) for up in ups],
+        numbers,
+        jnp.asarray(np.repeat(np.float32(scales), rank)),
+        layer=layer,
+        rank=rank,
+        interpret=interpret,
+    )
+
+
+@with_kernel(_add_kernel)
 def add_adapters(
     outputs: Sequence[Float[Array, "T _"]],
     x: Float[Array, "T k"],
@@ -48,18 +88,11 @@ def add_adapters(
     Raises:
       ValueError: `scales` has another number of factors than there are adapters.
     """
-    num_adapters = downs[0].shape[0]
-    check(len(scales) == num_adapters, f"{scales=} must have a factor for each of the {num_adapters} adapters")
-    args = tuple(outputs), x, tuple(downs), tuple(ups), numbers
-    return dispatch("add_adapters", implementation, *args, xla=_add_xla, kernel=_add_kernel, scales=scales)
-
-
-def _add_xla(outputs, x, downs, ups, numbers, *, scales):
-    """Computes `add_adapters` with XLA."""
+    _check(downs, scales)
     is_chosen = numbers[:, None] == jnp.arange(len(scales))[None]
     factors = jnp.asarray(scales, jnp.float32)[None, None, :, None]
     added = []
-    for y, down, up in zip(outputs, downs, ups, strict=True):
+    for y, down, up in zip(outputs, *layer_value((downs, ups)), strict=True):
         tokens, channels = y.shape
         num_adapters, rank, depth = down.shape
         # x is multiplied by the matrices of all adapters, and only the products of the token's adapter are kept. The
@@ -70,41 +103,6 @@ def _add_xla(outputs, x, downs, ups, numbers, *, scales):
         inner = jnp.where(is_chosen[:, None, :, None], inner * factors, 0.0)
         inner = round_to(inner, x.dtype).reshape(tokens, groups, -1)
         up = up.astype(x.dtype).reshape(groups, channels // groups, -1)
-        product = jnp.einsum("tgk,gmk->tgm", inner, up, **_SUMS)
+        product = jnp.einsum("tgk,gmk->tgm", inner, up, **FLOAT32_SUMS)
         added.append(round_to(y.astype(jnp.float32) + product.reshape(y.shape), y.dtype))
     return tuple(added)
-
-
-def _multiply(x, matrix):
-    return jax.lax.dot_general(x, matrix.astype(x.dtype), (((1,), (1,)), ((), ())), **_SUMS)
-
-
-def _add_kernel(outputs, x, downs, ups, numbers, *, scales, interpret):
-    """Computes `add_adapters` with kernels. If x has many rows, XLA multiplies them by `downs`."""
-    tokens = len(numbers)
-    if tokens not in kernels.BFLOAT16_TOKENS:
-        raise PreferXla(f"the kernel is for tokens in {kernels.BFLOAT16_TOKENS}, got {tokens}")
-    if any(array.dtype != jnp.bfloat16 for array in (*outputs, x, *downs, *ups)):
-        raise PreferXla("the kernel is for inputs, outputs and matrices in bfloat16")
-    num_adapters, rank, depth = downs[0].shape
-    if num_adapters * rank not in kernels.ADAPTED_RANKS:
-        raise PreferXla(f"the kernel is for adapters times rank in {kernels.ADAPTED_RANKS}, got {num_adapters * rank}")
-    rows = x.reshape(-1, depth)
-    if len(rows) <= max(kernels.BFLOAT16_TOKENS):
-        stacks, layer = layer_stacks(downs)
-        matrices = [down.reshape(*down.shape[:-3], num_adapters * rank, depth) for down in stacks]
-        spec = kernels.LinearSpec((num_adapters * rank,) * len(matrices))
-        down_products = kernels.bfloat16_linear(rows, *matrices, layer=layer, spec=spec, interpret=interpret)
-    else:
-        down_products = [_multiply(rows, down.reshape(-1, depth)) for down in layer_value(downs)]
-    ups, layer = layer_stacks(ups)
-    return kernels.add_adapters(
-        outputs,
-        [product.reshape(tokens, -1) for product in down_products],
-        [up.reshape(*up.shape[:-2], num_adapters * rank) for up in ups],
-        numbers,
-        jnp.asarray(np.repeat(np.float32(scales), rank)),
-        layer=layer,
-        rank=rank,
-        interpret=interpret,
-    )

@@ -49,7 +49,12 @@ def with_mailboxes(row: UInt32[Array, "..."] | None) -> Iterator[None]:
     Args:
       row: this device's row of `parallel.mailboxes.make_mailboxes`. None: XLA computes the sums.
     """
-    with use_mailboxes(None if row is None else _table(row.reshape(2, 2))):
+    table = None
+    if row is not None:
+        # This device's index, its mailbox's address and all mailboxes' addresses, each as two uint32 halves.
+        row = row.reshape(2, 2)
+        table = jnp.concatenate([row, jax.lax.all_gather(row[1], MODEL_AXIS)]).reshape(-1)
+    with use_mailboxes(table):
         yield
 
 
@@ -138,11 +143,6 @@ def model_index() -> jax.Array | int:
 
 def _is_sharded():
     return MODEL_AXIS in jax.sharding.get_abstract_mesh().manual_axes
-
-
-def _table(row):
-    """Returns this device's index, its mailbox's address and all mailboxes' addresses, each as two uint32 halves."""
-    return jnp.concatenate([row, jax.lax.all_gather(row[1], MODEL_AXIS)]).reshape(-1)
 
 
 def _all_reduce_xla(x, table):

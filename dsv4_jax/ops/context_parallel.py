@@ -65,14 +65,13 @@ def attend_to_shards(
     """
     tokens, heads, _ = q.shape
     all_heads = jax.lax.all_gather(q, MODEL_AXIS, axis=1, tiled=True)
-    partial_results = attend(all_heads, jnp.asarray(model_index() == 0))
 
     def to_owners(x):
         """Sends results [T, A, ...] to the heads' devices. Returns [devices, T, H, ...] for this device's H heads."""
         x = x.reshape(tokens, -1, heads, *x.shape[2:])
         return jax.lax.all_to_all(x, MODEL_AXIS, split_axis=1, concat_axis=0)
 
-    sums, largest, totals = map(to_owners, partial_results)
+    sums, largest, totals = map(to_owners, attend(all_heads, jnp.asarray(model_index() == 0)))
     sink = sinks[None, :]
     largest_of_all = jnp.maximum(jnp.max(largest, axis=0), sink)
     factor = jnp.exp(largest - largest_of_all[None])

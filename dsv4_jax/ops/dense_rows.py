@@ -5,14 +5,13 @@ compressed entries.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.gather import gather_all_compressed_kv
-from dsv4_jax.ops.views import AttentionKV, SWAView, int_range, run_bounds, take, valid_lengths
+from dsv4_jax.ops.views import AttentionKV, SWAView, int_range, run_bounds, take, take_or_none, valid_lengths
 from dsv4_jax.quant import Rows
 from pallas_kernels.formats.pool_operands import Rings
 from pallas_kernels.sparse_attention import DenseRows
@@ -49,10 +48,9 @@ def _find_runs(window, slots, positions):
     is_first = real & (begin == int_range(tokens))
     index = jnp.cumsum(is_first.astype(jnp.int32)) - 1
     first_token = jnp.nonzero(is_first, size=max_runs(window, tokens), fill_value=-1)[0].astype(jnp.int32)
-    slot, position = (jnp.where(first_token >= 0, take(x, first_token), -1) for x in (slots, positions))
+    slot, position = (take_or_none(x, first_token) for x in (slots, positions))
     past = position[:, None] - int_range(window.window - 1, 0, -1)[None, :]
-    past_slots = jnp.broadcast_to(slot[:, None], past.shape)
-    past_rows = take(window.rows, window.layer, past_slots, jnp.maximum(past, 0) % window.ring)
+    past_rows = take(window.rows, window.layer, slot[:, None], jnp.maximum(past, 0) % window.ring)
     return _Runs(real, begin, end, index, first_token, slot, past, past_rows)
 
 
@@ -86,10 +84,11 @@ def dense_rows(
     counts = jnp.zeros((tokens,), jnp.int32)
     entries = None
     if compressed is not None:
-        last_token = take(runs.end, runs.first_token) - 1
-        last_position = jnp.where(runs.first_token >= 0, take(positions, last_token), -1)
-        gather = functools.partial(gather_all_compressed_kv, dtype=dtype, only_visible=True)
-        entries, _ = gather(compressed, runs.slot, last_position, implementation=implementation)
+        last_token = take_or_none(runs.end, runs.first_token) - 1
+        last_position = take_or_none(positions, last_token)
+        entries, _ = gather_all_compressed_kv(
+            compressed, runs.slot, last_position, dtype=dtype, only_visible=True, implementation=implementation
+        )
         entries = entries.reshape(-1, entries.shape[-1])
         first_entry = runs.index * compressed.max_entries
         counts = jnp.minimum(valid_lengths(positions, compressed.compress_rate), compressed.max_entries)
@@ -125,7 +124,7 @@ def ring_of_call(
     new_places = jnp.where(runs.real, own_rows, count)
 
     # [R] row in the ring of each run's first token; -1 = no run
-    first_row = jnp.where(runs.first_token >= 0, take(own_rows, runs.first_token), -1)
+    first_row = take_or_none(own_rows, runs.first_token)
     past_places = first_row[:, None] - int_range(num_past, 0, -1)[None, :]
     past_places = jnp.where(runs.past >= 0, past_places, count)
 

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from dsv4_jax.quant import LayerSlice, layer_value
 from pallas_kernels.runtime.hardware import why_no_mosaic_gpu
@@ -109,6 +111,12 @@ def dispatch(
     return xla(*layer_value(args), **options)
 
 
+def check_bfloat16(dtype: DTypeLike) -> None:
+    """Raises NotImplementedError unless a kernel's result is to have the dtype bfloat16."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"the kernel writes bfloat16, not dtype={jnp.dtype(dtype).name}")
+
+
 def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a reference to make it an op, whose argument `implementation` chooses the reference or the kernel.
 
@@ -129,7 +137,11 @@ def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], 
             bound.apply_defaults()
             options = bound.arguments
             implementation = options.pop("implementation")
-            arrays = {name: options.pop(name) for name in list(options) if _holds_arrays(options[name])}
+            arrays = {
+                name: options.pop(name)
+                for name, tree in list(options.items())
+                if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(tree))
+            }
 
             def call_by_name(function, *values, **options):
                 """Calls a function with the arrays by name."""
@@ -144,11 +156,7 @@ def with_kernel[**P, R](kernel: Callable[..., R]) -> Callable[[Callable[P, R]], 
     return decorate
 
 
-def _holds_arrays(tree):
-    return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(tree))
-
-
-def _with_gradient_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _with_gradient_of(reference, kernel):
     """Returns a function with the values of `kernel` and the gradient of `reference`, which take the same arguments."""
 
     @jax.custom_vjp

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.common.arguments import check
 from dsv4_jax.ops.dispatch import dispatch
-from dsv4_jax.ops.linear import LinearSpec, Matrix, linear, linear_swiglu, same_dtype, swiglu
+from dsv4_jax.ops.linear import FLOAT32_SUMS, LinearSpec, Matrix, linear, linear_swiglu, same_dtype, swiglu
 from dsv4_jax.ops.views import int_range
 from dsv4_jax.quant import LayerSlice, QuantizedWeight, layer_stacks, layer_value, round_to
 from pallas_kernels.experts import (
@@ -17,6 +17,12 @@ from pallas_kernels.experts import (
     experts as experts_kernel,
     grouped_experts,
     sum_of_experts,
+)
+
+
+# The dimensions of a product of rows [rows, n] and matrices [groups, m, n], where each group of rows has a matrix.
+_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
 
 
@@ -68,14 +74,28 @@ def experts(
         f"selected {selected.shape} and weights {weights.shape} must have a row for each of the {len(x)} tokens of x",
     )
     if shared is not None and not _fit_one_launch(x, gate_up, down, *shared):
-        arrays = x, selected, weights, gate_up, down, permutation
-        routed = experts(*arrays, limit=limit, total_experts=total_experts, implementation=implementation)
+        routed = experts(
+            x,
+            selected,
+            weights,
+            gate_up,
+            down,
+            permutation,
+            limit=limit,
+            total_experts=total_experts,
+            implementation=implementation,
+        )
         return round_to(routed + _shared_expert(limit, x, *shared, implementation=implementation), x.dtype)
-    args = x, selected, weights, gate_up, down, permutation, *(shared or ())
     return dispatch(
         "experts",
         implementation,
-        *args,
+        x,
+        selected,
+        weights,
+        gate_up,
+        down,
+        permutation,
+        *(shared or ()),
         xla=_experts_xla,
         kernel=_experts_kernel,
         limit=limit,
@@ -118,7 +138,7 @@ def _fit_one_launch(x, *matrices):
       x: [T, D] activations.
       matrices: gate_up and down of the routed experts, then gate_up and down of the shared expert.
     """
-    kinds = [weight.kind if isinstance(weight, QuantizedWeight) else None for weight in layer_value(matrices)]
+    kinds = [getattr(weight, "kind", None) for weight in layer_value(matrices)]
     inner = matrices[1].shape[2]
     shared = matrices[3].shape[1]
     if x.shape[0] > MAX_SHARED_TOKENS or kinds[:2] != ["FP4", "FP4"]:
@@ -139,8 +159,7 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
     """Computes `experts` with XLA."""
     tokens, k = selected.shape
     num_experts = gate_up.shape[0]
-    has_expert = (selected >= 0) & (selected < num_experts)
-    expert_of_pair = jnp.where(has_expert, selected, num_experts).reshape(-1)
+    expert_of_pair = jnp.where((selected >= 0) & (selected < num_experts), selected, num_experts).reshape(-1)
     if expert_of_pair.size < num_experts:
         # There are fewer pairs of a token and an expert than experts, as in decoding. Each pair gathers its own matrix,
         # so that only matrices of selected experts are read and dequantized.
@@ -148,7 +167,8 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
 
         def multiply(x, weight):
             """Multiplies row i of x by the matrix of the i-th pair's expert."""
-            return _paired_linear(x, weight[jnp.minimum(expert_of_pair, num_experts - 1)])
+            weight = weight[jnp.minimum(expert_of_pair, num_experts - 1)]
+            return jnp.einsum("pn,pmn->pm", *same_dtype(x, weight), **FLOAT32_SUMS)
 
     else:
         # Pairs of a token and an expert are sorted by expert, so that each expert is a group of a ragged matmul.
@@ -157,32 +177,15 @@ def _experts_xla(x, selected, weights, gate_up, down, permutation, *shared, limi
 
         def multiply(x, weight):
             """Multiplies the rows of each expert by its matrix."""
-            return _ragged_linear(x, weight[...], sizes)
+            return jax.lax.ragged_dot_general(*same_dtype(x, weight[...]), sizes, _BY_GROUP, **FLOAT32_SUMS)
 
     # Row i of the arrays below belongs to pair `order[i]`, and so to token `order[i] // k`. The assignment to
     # `at[order]` returns the rows to the order of the pairs.
-    gate, up = jnp.split(multiply(x[order // k], gate_up), 2, axis=1)
-    inner = swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None]
-    y = multiply(round_to(inner, x.dtype), down)
+    gate, up = jnp.split(round_to(multiply(x[order // k], gate_up), x.dtype), 2, axis=1)
+    inner = round_to(swiglu(gate, up, limit) * weights.reshape(-1)[order][:, None], x.dtype)
+    y = round_to(multiply(inner, down), x.dtype)
     y = jnp.zeros_like(y).at[order].set(y, unique_indices=True).reshape(tokens, k, -1)
     y = sum_of_experts(y, selected, num_experts)
     if not shared:
         return y
     return round_to(y + _shared_expert(limit, x, *shared, implementation="xla"), x.dtype)
-
-
-def _paired_linear(x, weight):
-    """Multiplies row i of x [rows, n] by matrix i of [rows, m, n]; returns [rows, m] in x's dtype."""
-    y = jnp.einsum("pn,pmn->pm", *same_dtype(x, weight), precision="highest", preferred_element_type=jnp.float32)
-    return round_to(y, x.dtype)
-
-
-def _ragged_linear(x, weight, sizes):
-    """Multiplies the g-th group of `sizes[g]` rows of x [rows, n] by matrix g of [groups, m, n]; returns [rows, m]."""
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    y = jax.lax.ragged_dot_general(
-        *same_dtype(x, weight), sizes, numbers, precision="highest", preferred_element_type=jnp.float32
-    )
-    return round_to(y, x.dtype)

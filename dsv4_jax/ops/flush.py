@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.common.arguments import check_dtype
-from dsv4_jax.ops.dispatch import with_kernel
-from dsv4_jax.ops.rope import apply_rope_deterministic
+from dsv4_jax.ops.dispatch import check_bfloat16, with_kernel
+from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import ClassicalView, IndexerView, StateView, int_range, put_in_rings, run_bounds, take
 from dsv4_jax.quant import layer_stacks, ordered_sum, round_to
 from pallas_kernels.flush import (
@@ -84,23 +84,25 @@ class CompressorInputs(NamedTuple):
 
 def _flush_kernel(compressors, slots, positions, *, dtype, max_query_tokens, interpret, config=None):
     """Computes `flush` with a kernel, for all compressors together."""
-    _check_bfloat16(dtype)
+    check_bfloat16(dtype)
     stacks, layer = layer_stacks([(weights.position_bias, weights.norm_weight) for *_, weights in compressors])
     operands = []
     for (state, pool, kv, gate, weights), (position_bias, norm_weight) in zip(compressors, stacks, strict=True):
         windows = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
         operands.append(_with_entries(windows, pool, weights.inv_freq))
-    results = []
-    options = {"max_query_tokens": max_query_tokens, "config": config, "interpret": interpret}
-    written = flush_kernel(tuple(operands), slots, positions, layer=layer, **options)
-    for (state, pool, *_), (new_kv, new_gate, pools) in zip(compressors, written, strict=True):
-        results.append((_with_states(state, new_kv, new_gate), _with_pools(pool, pools)))
-    return results
-
-
-def _check_bfloat16(dtype):
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"the flush kernel rounds entries to bfloat16, not {jnp.dtype(dtype).name}")
+    written = flush_kernel(
+        tuple(operands),
+        slots,
+        positions,
+        layer=layer,
+        max_query_tokens=max_query_tokens,
+        config=config,
+        interpret=interpret,
+    )
+    return [
+        (_with_states(state, new_kv, new_gate), _with_pools(pool, pools))
+        for (state, pool, *_), (new_kv, new_gate, pools) in zip(compressors, written, strict=True)
+    ]
 
 
 def _windows(state, kv, gate, position_bias, norm_weight, eps):
@@ -127,7 +129,7 @@ def _with_entries(operands, pool, inv_freq):
         inv_freq=inv_freq,
         block_table=pool.block_table,
         pool_layer=jnp.asarray(pool.layer, jnp.int32),
-        pools=tuple(getattr(pool.rows, field.name) for field in dataclasses.fields(pool.rows)),
+        pools=tuple(vars(pool.rows).values()),
         layout=quantized(pool.codec.layout),
         rate=pool.compress_rate,
     )
@@ -184,7 +186,7 @@ def flush(
 
 def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, max_query_tokens, interpret):
     """Computes `pool_windows` with a kernel."""
-    _check_bfloat16(dtype)
+    check_bfloat16(dtype)
     (position_bias, norm_weight), layer = layer_stacks((weights.position_bias, weights.norm_weight))
     operands = _windows(state, kv, gate, position_bias, norm_weight, weights.eps)
     closing = _closing_tokens(state, slots, positions)
@@ -192,8 +194,16 @@ def _pool_windows_kernel(state, kv, gate, weights, slots, positions, *, dtype, m
     rows = None  # row of the results for the window that each token completes; None = row t for token t
     if count < slots.shape[0]:
         rows = jnp.cumsum(_closes_window(state, slots, positions), dtype=jnp.int32) - 1
-    options = {"count": count, "max_query_tokens": max_query_tokens, "layer": layer, "interpret": interpret}
-    values, *states = pool_windows_kernel(operands, slots, positions, rows, **options)
+    values, *states = pool_windows_kernel(
+        operands,
+        slots,
+        positions,
+        rows,
+        count=count,
+        max_query_tokens=max_query_tokens,
+        layer=layer,
+        interpret=interpret,
+    )
     return _closed_windows(state, values, closing, slots, positions), _with_states(state, *states)
 
 
@@ -226,12 +236,11 @@ def pool_windows(
     check_dtype("kv", kv, "float32")
     if gate is not None:
         check_dtype("gate", gate, "float32")
-    rate = state.compress_rate
     closing = _closing_tokens(state, slots, positions)
     if state.kv is None:
         return _closed_windows(state, _norm(kv, weights, dtype), closing, slots, positions), state
     if weights.position_bias is not None:
-        gate = gate + take(weights.position_bias, jnp.maximum(positions, 0) % rate)
+        gate = gate + take(weights.position_bias, jnp.maximum(positions, 0) % state.compress_rate)
     start, _ = run_bounds(slots)
     slot, position, run_start = (take(x, closing) for x in (slots, positions, start))
     pooled = _pool_windows(state, kv, gate, closing, slot, position, run_start)
@@ -294,7 +303,7 @@ def write_entries(
     """
     check_dtype("closed.values", closed.values, "bfloat16", "float32")
     window_starts = jnp.maximum(closed.entries, 0) * pool.compress_rate
-    values = apply_rope_deterministic(closed.values, window_starts, inv_freq)
+    values = apply_rope(closed.values, window_starts, inv_freq, deterministic=True)
     return pool.write(closed.slots, closed.entries, closed.entries >= 0, values)
 
 
@@ -315,7 +324,7 @@ def _pool_windows(state, kv, gate, closing, slot, position, run_start):
     row_position = position[:, None] - distance
     index = closing[:, None] - distance
     in_call = (index >= run_start[:, None])[..., None]
-    ring_index = (jnp.broadcast_to(slot[:, None], row_position.shape), jnp.maximum(row_position, 0) % state.ring)
+    ring_index = (slot[:, None], jnp.maximum(row_position, 0) % state.ring)
 
     def window_values(new, old):
         """Returns the values [n, rows, D] to pool, from the call's rows and from a ring."""

@@ -1,36 +1,30 @@
 """Gathers: ops that read rows of the KV cache as dequantized values, with a mask of valid rows."""
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dsv4_jax.ops.dispatch import with_kernel
+from dsv4_jax.ops.dispatch import check_bfloat16, with_kernel
 from dsv4_jax.ops.views import ClassicalView, SWAView, int_range, run_bounds, take, valid_lengths
 from pallas_kernels import gather as kernels
 
 
 def _gather_compressed_kv_kernel(view, indices, slots, *, dtype, interpret):
-    _check_dtype(dtype)
+    check_bfloat16(dtype)
     return kernels.gather_compressed_kv(slots, view.for_kernels(indices), interpret=interpret)
 
 
 def _gather_all_compressed_kv_kernel(view, slots, positions, *, dtype, only_visible, interpret):
-    _check_dtype(dtype)
-    gather = functools.partial(kernels.gather_all_compressed_kv, only_visible=only_visible, interpret=interpret)
-    return gather(slots, positions, view.for_kernels())
+    check_bfloat16(dtype)
+    return kernels.gather_all_compressed_kv(
+        slots, positions, view.for_kernels(), only_visible=only_visible, interpret=interpret
+    )
 
 
 def _gather_swa_kv_kernel(view, slots, positions, new_kv, *, dtype, interpret):
     if new_kv is not None:
         raise NotImplementedError("the kernel reads windows from the rings alone: new_kv must be None")
-    _check_dtype(dtype)
+    check_bfloat16(dtype)
     return kernels.gather_swa_kv(slots, positions, view.for_kernels(), interpret=interpret)
-
-
-def _check_dtype(dtype):
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"the kernel writes bfloat16, not dtype={jnp.dtype(dtype).name}")
 
 
 @with_kernel(_gather_compressed_kv_kernel)
@@ -84,8 +78,7 @@ def gather_all_compressed_kv(
       valid: [T, E] bool, whether the entry is visible and has a block.
     """
     entries = int_range(view.max_entries)[None, :]
-    visible = entries < valid_lengths(positions, view.compress_rate)[:, None]
-    indices = jnp.where(visible, entries, -1)
+    indices = jnp.where(entries < valid_lengths(positions, view.compress_rate)[:, None], entries, -1)
     return gather_compressed_kv(view, indices, slots, dtype=dtype, implementation=implementation)
 
 
@@ -113,10 +106,9 @@ def gather_swa_kv(
       kv: [T, W, D] values of the rows, zeros for rows that are not valid; W = `view.window`.
       valid: [T, W] bool. Rows of padding, and rows before position 0, are not valid.
     """
-    tokens = int_range(slots.shape[0])
     if new_kv is not None:
         new_kv = view.codec.fake_quantize(new_kv, dtype)
-    return window_rows(view, slots, positions, tokens, run_bounds(slots)[0], new_kv, dtype)
+    return window_rows(view, slots, positions, int_range(slots.shape[0]), run_bounds(slots)[0], new_kv, dtype)
 
 
 def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
@@ -132,8 +124,7 @@ def window_rows(view, slots, positions, tokens, starts, new_kv, dtype):
     distance = int_range(view.window - 1, -1, -1)[None, :]
     position = positions[:, None] - distance
     valid = (slots >= 0)[:, None] & (positions >= 0)[:, None] & (position >= 0)
-    slot = jnp.broadcast_to(slots[:, None], position.shape)
-    kv = view.codec.decode(take(view.rows, view.layer, slot, jnp.maximum(position, 0) % view.ring), dtype)
+    kv = view.codec.decode(take(view.rows, view.layer, slots[:, None], jnp.maximum(position, 0) % view.ring), dtype)
     if new_kv is not None:
         index = tokens[:, None] - distance
         kv = jnp.where((index >= starts[:, None])[..., None], take(new_kv, index), kv)

@@ -14,7 +14,7 @@ from dsv4_jax.common.arguments import check
 from dsv4_jax.ops.all_reduce import all_reduce, mailboxes, reduce_scatter
 from dsv4_jax.ops.dispatch import dispatch
 from dsv4_jax.ops.linear import linear
-from dsv4_jax.ops.norm_rope import rms_normalize
+from dsv4_jax.ops.norm_rope import rms_norm, rms_normalize
 from dsv4_jax.quant import LayerSlice, layer_stacks, round_to
 from pallas_kernels.hyper_connections import fuses_all_reduce, hyper_connections as hyper_connections_kernel
 from pallas_kernels.hyper_connections.mixing import sinkhorn as sinkhorn
@@ -84,15 +84,26 @@ def hyper_connections(
       ValueError: mixing is None, but y is given or `weights.delays_pre` is True; mixing is given, but y is None and
         `weights.delays_pre` is False; or the number of rows of y does not fit that of streams.
     """
-    if mixing is None and y is not None:
-        raise ValueError("y needs mixing: a block's output needs the mixing weights from before the block")
-    if mixing is None and weights.delays_pre:
-        raise ValueError("weights with delays_pre=True need mixing, whose weights `pre` collapse the streams")
-    if mixing is not None and y is None and not weights.delays_pre:
-        raise ValueError("mixing needs y: the mixing weights from before a block are for the block's output")
-    args = streams, weights, norm_weight, y, mixing, mailboxes()
-    op = "hyper_connections"
-    return dispatch(op, implementation, *args, xla=_hyper_connections_xla, kernel=_hyper_connections_kernel)
+    if mixing is None:
+        check(y is None, "y needs mixing: a block's output needs the mixing weights from before the block")
+        check(
+            not weights.delays_pre,
+            "weights with delays_pre=True need mixing, whose weights `pre` collapse the streams",
+        )
+    elif y is None:
+        check(weights.delays_pre, "mixing needs y: the mixing weights from before a block are for the block's output")
+    return dispatch(
+        "hyper_connections",
+        implementation,
+        streams,
+        weights,
+        norm_weight,
+        y,
+        mixing,
+        mailboxes(),
+        xla=_hyper_connections_xla,
+        kernel=_hyper_connections_kernel,
+    )
 
 
 def mixing_weights(streams: Float[Array, "T h D"], weights: HyperConnectionWeights) -> Float[Array, "T m"]:
@@ -153,13 +164,24 @@ def sum_rows(y: Float[Array, "_ D"], rows: int) -> Float[Array, "T D"]:
     return total
 
 
+def merge_output(
+    streams: Float[Array, "T h D"], y: Float[Array, "_ D"] | None, mixing: Float[Array, "T _"] | None
+) -> Float[Array, "T h D"]:
+    """Returns the streams after a block with the output y, which is a term of a sum over devices; unchanged without y.
+
+    The arguments are those of `hyper_connections`.
+    """
+    if y is None or mixing is None:
+        return streams
+    return apply_post(streams, sum_rows(y, len(streams)), *split_mixing(mixing, streams.shape[1]))
+
+
 def _hyper_connections_xla(streams, weights, norm_weight, y, mixing, _):
-    if y is not None:
-        streams = apply_post(streams, sum_rows(y, len(streams)), *split_mixing(mixing, streams.shape[1]))
+    streams = merge_output(streams, y, mixing)
     new_mixing = mixing_weights(streams, weights)
     collapsed = apply_pre(streams, mixing if weights.delays_pre else new_mixing)
-    normed = norm_weight[None, :] * rms_normalize(collapsed.astype(jnp.float32), weights.norm_eps)
-    return streams, round_to(normed, streams.dtype), new_mixing if weights.fn.shape[0] > streams.shape[1] else None
+    x = rms_norm(collapsed, norm_weight, weights.norm_eps)
+    return streams, x, new_mixing if weights.fn.shape[0] > streams.shape[1] else None
 
 
 def _hyper_connections_kernel(streams, weights, norm_weight, y, mixing, table, *, interpret):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dsv4_jax.ops.candidates import candidate_entries
 from dsv4_jax.ops.dispatch import with_kernel
-from dsv4_jax.ops.rope import apply_rope_deterministic
+from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import IndexerView, int_range, valid_lengths
 from dsv4_jax.quant import e8m0_value
 from pallas_kernels.formats.layouts import quantized
@@ -26,8 +26,9 @@ def scores_kernel(view, q, weights, slots, positions, *, inv_freq=None, candidat
     """Computes `indexer_scores` with kernels. `options` are those of `pallas_kernels.indexer_scores`."""
     if candidates is not None:
         check_rules({f"blocks of {CANDIDATE_KEYS} candidates, got {block_size}": block_size == CANDIDATE_KEYS})
-    layout = quantized(view.codec.layout)
-    q, weights = round_index_query(q, weights, positions, inv_freq, layout, interpret=options["interpret"])
+    q, weights = round_index_query(
+        q, weights, positions, inv_freq, quantized(view.codec.layout), interpret=options["interpret"]
+    )
     return score_rounded_kernel(view, q, weights, slots, positions, candidates, **options)
 
 
@@ -69,26 +70,19 @@ def indexer_scores(
       writes -inf, and a kernel leaves the memory as it is.
     """
     entries = None if candidates is None else candidate_entries(candidates, block_size)
-    q = round_index_query_xla(view.codec, q, positions, inv_freq)
+    q = view.codec.round_query(_rotate_query(q, positions, inv_freq))
     return score_rounded_xla(view, q, weights, slots, positions, entries)
 
 
-def round_index_query_xla(codec, q, positions, inv_freq):
-    """Rotates index queries by RoPE and rounds them as `codec` rounds keys; without `inv_freq`, only rounds them.
-
-    Returns queries in the dtype of q.
-    """
-    if inv_freq is not None:
-        q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
-    return codec.round_query(q)
+def _rotate_query(q, positions, inv_freq):
+    return q if inv_freq is None else apply_rope(q, jnp.maximum(positions, 0), inv_freq, deterministic=True)
 
 
 def round_index_query_operands(codec, q, weights, positions, inv_freq):
     """Computes the results of `pallas_kernels.indexer_scores.round_index_query` with XLA."""
+    q = _rotate_query(q, positions, inv_freq)
     if operand_dtype(codec.layout) == jnp.bfloat16:
-        return permute_dims(round_index_query_xla(codec, q, positions, inv_freq), jnp.bfloat16), weights
-    if inv_freq is not None:
-        q = apply_rope_deterministic(q, jnp.maximum(positions, 0), inv_freq)
+        return permute_dims(codec.round_query(q), jnp.bfloat16), weights
     rows = codec.encode(q)
     # Decodes the values in units of 2**-TOP times the head's largest scale, and truncates them to multiples of 2**-9,
     # the smallest positive value of float8_e4m3fn.

@@ -31,8 +31,7 @@ def indexer_topk(
       select ends with -1.
     """
     entries = scores.shape[1]
-    inside = int_range(entries)[None, :] < lengths[:, None]
-    scores = jnp.where(inside, scores, -jnp.inf)
+    scores = jnp.where(int_range(entries)[None, :] < lengths[:, None], scores, -jnp.inf)
     count = min(k, entries)
     best_scores, indices = jax.lax.top_k(_order(scores), count)
     # Until the sort, the index `entries` means "no entry", so that missing entries come last.

@@ -1,7 +1,6 @@
 """Linear maps whose weights may stay quantized as the release stores them."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,12 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsv4_jax.ops.dispatch import PreferXla, dispatch
-from dsv4_jax.ops.norm_rope import rms_normalize
+from dsv4_jax.ops.norm_rope import rms_norm
 from dsv4_jax.quant import LayerSlice, QuantizedWeight, layer_stacks, layer_value, round_to
 from pallas_kernels import linear as kernels
 from pallas_kernels.linear import LinearSpec as LinearSpec
 
 
+# Options of matrix products with float32 sums. The products are exact, also those of float32 values on a GPU.
+FLOAT32_SUMS: dict[str, Any] = {"precision": "highest", "preferred_element_type": jnp.float32}
 Matrix = Float[Array, "_ _"] | QuantizedWeight | LayerSlice
 # The kernel takes a bfloat16 weight with at least this number of rows. With fewer rows XLA is faster, because it
 # multiplies an input by several weights at once.
@@ -58,11 +59,21 @@ def linear(
     _check(x, weights, spec, norm)
     if len(weights) > 1 and not _fit_one_launch(x, weights):
         # Each matrix gets a call of its own, and the calls' tuples of outputs are joined.
-        options = {"norm": norm, "implementation": implementation}
-        return sum((linear(x, *weight_and_spec, **options) for weight_and_spec in _split_spec(spec, weights)), ())
+        return sum(
+            (linear(x, *one, norm=norm, implementation=implementation) for one in _split_spec(spec, weights)), ()
+        )
     norm_weight, eps = norm or (None, 0.0)
-    functions = {"xla": _linear_xla, "kernel": _linear_kernel}
-    return dispatch("linear", implementation, x, weights, norm_weight, **functions, spec=spec, eps=eps)
+    return dispatch(
+        "linear",
+        implementation,
+        x,
+        weights,
+        norm_weight,
+        xla=_linear_xla,
+        kernel=_linear_kernel,
+        spec=spec,
+        eps=eps,
+    )
 
 
 def linear_swiglu(
@@ -90,9 +101,19 @@ def linear_swiglu(
         raise ValueError(f"SwiGLU wants as many rows of the gate as of the up projection, got {rows} rows")
     spec = LinearSpec((rows // 2, rows // 2), x.dtype)
     _check(x, (gate_up,), spec, None)
-    args = x, (gate_up,), None
-    options = {"spec": spec, "eps": 0.0, "swiglu_limit": limit}
-    return dispatch("linear_swiglu", implementation, *args, xla=_linear_xla, kernel=_linear_kernel, **options)[0]
+    (y,) = dispatch(
+        "linear_swiglu",
+        implementation,
+        x,
+        (gate_up,),
+        None,
+        xla=_linear_xla,
+        kernel=_linear_kernel,
+        spec=spec,
+        eps=0.0,
+        swiglu_limit=limit,
+    )
+    return y
 
 
 def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> Float[Array, "T n"]:
@@ -102,8 +123,7 @@ def swiglu(gate: Float[Array, "T n"], up: Float[Array, "T n"], limit: float) -> 
       gate, up: [T, n] products of the input with the matrices of the gate and of the up projection.
       limit: largest value of gate, and of up's absolute value.
     """
-    clamped = jnp.minimum(gate.astype(jnp.float32), limit)
-    return jax.nn.silu(clamped) * jnp.clip(up.astype(jnp.float32), -limit, limit)
+    return jax.nn.silu(jnp.minimum(gate.astype(jnp.float32), limit)) * jnp.clip(up.astype(jnp.float32), -limit, limit)
 
 
 def same_dtype(x: Float[Array, "..."], weight: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -130,14 +150,14 @@ def _fit_one_launch(x, weights):
     One launch takes up to `MAX_QUANTIZED_TOKENS` tokens. Each weight is in FP8 or bfloat16. At least one is in FP8, and
     all FP8 weights are of the same kind.
     """
-    kinds = {weight.kind if isinstance(weight, QuantizedWeight) else weight.dtype for weight in layer_value(weights)}
+    kinds = {getattr(weight, "kind", weight.dtype) for weight in layer_value(weights)}
     return (
         kinds - {jnp.dtype(jnp.bfloat16)} in ({"FP8"}, {"FP8_32"})
         and x.size <= kernels.MAX_QUANTIZED_TOKENS * x.shape[-1]
     )
 
 
-def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
+def _split_spec(spec, weights):
     """Yields each weight with the spec of its own outputs. Raises ValueError if an output has rows of two weights."""
     remaining = list(spec.outputs(sum(weight.shape[0] for weight in weights)))
     for weight in weights:
@@ -152,8 +172,8 @@ def _split_spec(spec, weights) -> Iterator[tuple[Matrix, LinearSpec]]:
 
 
 def _linear_xla(x, weights, norm_weight, *, spec, eps, swiglu_limit=None):
-    x = _rms_norm(x, norm_weight, eps)
-    products = (_multiply(x, weight, weight_spec) for weight, weight_spec in _split_spec(spec, weights))
+    x = rms_norm(x, norm_weight, eps)
+    products = (_multiply(x, *weight_and_spec) for weight_and_spec in _split_spec(spec, weights))
     return _activate(sum(products, ()), swiglu_limit)
 
 
@@ -170,30 +190,23 @@ def _multiply(x, weight, spec):
     outputs = spec.outputs(weight.shape[0])
     groups = spec.num_groups
     x, weight = same_dtype(x, weight[...] if isinstance(weight, QuantizedWeight) else weight)
-    options: Any = {"precision": "highest", "preferred_element_type": jnp.float32}
     if groups == 1:
-        product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **options)
+        product = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **FLOAT32_SUMS)
     else:
         x = x.reshape(*x.shape[:-1], groups, -1)
         weight = weight.reshape(groups, -1, weight.shape[-1])
-        product = jnp.einsum("...gk,gmk->...gm", x, weight, **options).reshape(*x.shape[:-2], -1)
+        product = jnp.einsum("...gk,gmk->...gm", x, weight, **FLOAT32_SUMS).reshape(*x.shape[:-2], -1)
     ends = list(itertools.accumulate(size for size, _ in outputs))
     products = jnp.split(product, ends[:-1], axis=-1)
     return tuple(round_to(product, dtype) for product, (_, dtype) in zip(products, outputs, strict=True))
 
 
-def _rms_norm(x, weight, eps):
-    if weight is None:
-        return x
-    weight = weight.reshape(*(1,) * (x.ndim - 1), -1)
-    return round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
-
-
 def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limit=None):
     """Computes `linear` or `linear_swiglu` with a kernel: one of those for FP8 weights, or the one for bfloat16."""
     if len(weights) > 1 or isinstance(layer_value(weights[0]), QuantizedWeight):
-        options = {"spec": spec, "swiglu_limit": swiglu_limit, "interpret": interpret}
-        return _quantized_kernel(x, weights, norm_weight, eps=eps, **options)
+        return _quantized_kernel(
+            x, weights, norm_weight, eps=eps, spec=spec, swiglu_limit=swiglu_limit, interpret=interpret
+        )
     rows = weights[0].shape[0]
     tokens = x.size // x.shape[-1]
     (weight,), layer = layer_stacks(weights)
@@ -206,15 +219,14 @@ def _linear_kernel(x, weights, norm_weight, *, spec, eps, interpret, swiglu_limi
         raise PreferXla(f"the kernel is for weights of {MIN_ROWS} rows or more, got {rows}")
     elif not interpret and not is_few:
         raise PreferXla(f"the kernel is for tokens in {kernels.BFLOAT16_TOKENS}, got {tokens}")
-    x = _rms_norm(x, layer_value(norm_weight), eps)
-    outputs = multiply(x, weight, layer=layer, spec=spec, interpret=interpret)
-    return _activate(outputs, swiglu_limit)
+    x = rms_norm(x, layer_value(norm_weight), eps)
+    return _activate(multiply(x, weight, layer=layer, spec=spec, interpret=interpret), swiglu_limit)
 
 
 def _quantized_kernel(x, weights, norm_weight, *, eps, **options):
     """Runs `quantized_linear`, the kernel for few tokens, or `quantized_matmul`, the kernel for many."""
     if x.shape[0] > kernels.MAX_NORMED_TOKENS:
-        x = _rms_norm(x, layer_value(norm_weight), eps)
+        x = rms_norm(x, layer_value(norm_weight), eps)
         norm_weight = None
     (weights, norm_weight), layer = layer_stacks((weights, norm_weight))
     blocks = {weight.kind: weight.block for weight in weights if isinstance(weight, QuantizedWeight)}

@@ -45,5 +45,4 @@ def ngram_rows(ids: Int[Array, "T n"], multipliers: Sequence[int], primes: Seque
         _, *hashes = itertools.accumulate(products.T, operator.xor)
         moduli = jnp.asarray(primes, jnp.uint64).reshape(1, len(hashes), -1)
         rows = jax.lax.rem(*jnp.broadcast_arrays(jnp.stack(hashes, axis=1)[:, :, None], moduli)).astype(jnp.int32)
-    offsets = np.cumsum([0, *primes[:-1]])
-    return rows.reshape(len(ids), -1) + jnp.asarray(offsets, jnp.int32)[None, :]
+    return rows.reshape(len(ids), -1) + jnp.asarray(np.cumsum([0, *primes[:-1]]), jnp.int32)[None, :]

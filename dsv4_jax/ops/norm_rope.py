@@ -11,7 +11,7 @@ from dsv4_jax.ops.append_swa import append_swa
 from dsv4_jax.ops.dispatch import with_kernel
 from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.ops.views import SWAView
-from dsv4_jax.quant import LayerSlice, Rows, layer_stacks, round_to
+from dsv4_jax.quant import LayerSlice, Rows, layer_stacks, layer_value, round_to
 from pallas_kernels.norm_rope import norm_rope as norm_rope_kernel, norm_rope_append as norm_rope_append_kernel
 
 
@@ -53,14 +53,15 @@ def norm_rope(
       (queries [T, H, D], rows [T, D]) in the dtypes of q and kv.
     """
     normed = round_to(rms_normalize(q.astype(jnp.float32), eps), q.dtype) if norms_queries else q
-    row = round_to(weight[None, :] * rms_normalize(kv.astype(jnp.float32), eps), kv.dtype)
-    return apply_rope(normed, positions, inv_freq), apply_rope(row, positions, inv_freq)
+    rows = rms_norm(kv, layer_value(weight), eps)
+    return apply_rope(normed, positions, inv_freq), apply_rope(rows, positions, inv_freq)
 
 
 def _norm_rope_append_kernel(view, q, kv, weight, slots, positions, inv_freq, **options):
     weight, layer = layer_stacks(weight)
-    arrays = q, kv, weight, slots, positions, inv_freq, view.for_kernels()
-    q, *pools = norm_rope_append_kernel(*arrays, layer=layer, **options)
+    q, *pools = norm_rope_append_kernel(
+        q, kv, weight, slots, positions, inv_freq, view.for_kernels(), layer=layer, **options
+    )
     return q, dataclasses.replace(view, rows=Rows(*pools))
 
 
@@ -95,9 +96,31 @@ def norm_rope_append(
       TypeError: `kv` is neither bfloat16 nor float32.
     """
     check_dtype("kv", kv, "bfloat16", "float32")
-    arrays = q, kv, weight, jnp.maximum(positions, 0), inv_freq
-    q, kv = norm_rope(*arrays, eps=eps, norms_queries=norms_queries, implementation=implementation)
+    q, kv = norm_rope(
+        q,
+        kv,
+        weight,
+        jnp.maximum(positions, 0),
+        inv_freq,
+        eps=eps,
+        norms_queries=norms_queries,
+        implementation=implementation,
+    )
     return q, append_swa(view, kv, slots, positions, implementation=implementation)
+
+
+def rms_norm(x: Float[Array, "... n"], weight: Float[Array, "n"] | None, eps: float) -> Float[Array, "... n"]:
+    """Returns the RMS norm of x, computed in float32, in the dtype of x; x itself without a weight.
+
+    Args:
+      x: [..., n] values, normed over the last axis.
+      weight: [n] float32 factors of the normed values, or None.
+      eps: constant added to the mean square.
+    """
+    if weight is None:
+        return x
+    weight = weight.reshape(*(1,) * (x.ndim - 1), -1)
+    return round_to(weight * rms_normalize(x.astype(jnp.float32), eps), x.dtype)
 
 
 def rms_normalize(x: Float[Array, "... n"], eps: float) -> Float[Array, "... n"]:

@@ -10,7 +10,12 @@ from pallas_kernels.formats.exact_math import cos_sin, product
 
 
 def apply_rope(
-    x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"], *, inverse: bool = False
+    x: Float[Array, "T ... D"],
+    positions: Int[Array, "T"],
+    inv_freq: Float[Array, "P"],
+    *,
+    inverse: bool = False,
+    deterministic: bool = False,
 ) -> Float[Array, "T ... D"]:
     """Rotates pairs of adjacent channels, the last `2 * P` channels of `x`, by the angles `position * inv_freq`.
 
@@ -21,31 +26,17 @@ def apply_rope(
       positions: [T] int32 absolute positions in tokens, not negative.
       inv_freq: [P] float32, radians per token; one for each pair of channels.
       inverse: whether to rotate by the negative angles, which undoes a rotation at the same position.
+      deterministic: whether to compute the same bits on every backend, without the backend's cos and sin.
 
     Returns:
       [T, ..., D] in the dtype of x.
     """
-    angle = _angles(x, positions, inv_freq)
-    cos = jnp.cos(angle)
-    sin = jnp.sin(angle)
-    return _rotate(x, cos, -sin if inverse else sin, operator.mul)
-
-
-def apply_rope_deterministic(
-    x: Float[Array, "T ... D"], positions: Int[Array, "T"], inv_freq: Float[Array, "P"]
-) -> Float[Array, "T ... D"]:
-    """Computes `apply_rope` with the same bits on every backend, since it does not use the backend's cos and sin."""
-    cos, sin = cos_sin(_angles(x, positions, inv_freq))
-    return _rotate(x, cos, sin, product)
-
-
-def _angles(x, positions, inv_freq):
+    pairs = inv_freq.shape[0]
     angle = positions.astype(jnp.float32)[:, None] * inv_freq[None, :]
-    return angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), inv_freq.shape[0])
-
-
-def _rotate(x, cos, sin, multiply):
-    pairs = cos.shape[-1]
+    angle = angle.reshape(angle.shape[0], *(1,) * (x.ndim - 2), pairs)
+    cos, sin = cos_sin(angle) if deterministic else (jnp.cos(angle), jnp.sin(angle))
+    sin = -sin if inverse else sin
+    multiply = product if deterministic else operator.mul
     head, tail = jnp.split(x, [x.shape[-1] - 2 * pairs], axis=-1)
     tail = tail.astype(jnp.float32).reshape(*tail.shape[:-1], pairs, 2)
     even = tail[..., 0]

@@ -76,8 +76,7 @@ def _sparse_attention_kernel(q, sinks, kv, slots, positions, inv_freq, *, contex
     rings = kv.window.for_kernels() if kv.new_kv is None else ring_of_call(kv.window, kv.new_kv, slots, positions)
     entries = None if kv.compressed is None else kv.compressed.for_kernels(kv.indices)
     if not context_parallel:
-        arrays = *padded, slots, positions, rings, entries, kernel_freq
-        out = decode_attention(*arrays, layer=layer, interpret=interpret)
+        out = decode_attention(*padded, slots, positions, rings, entries, kernel_freq, layer=layer, interpret=interpret)
         return _inverse_rope(out[:, :heads], positions, xla_freq)
 
     def attend(q, with_window):
@@ -156,7 +155,6 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
     new_kv = kv.new_kv
     if new_kv is not None:
         new_kv = window.codec.fake_quantize(new_kv, q.dtype)
-    tokens = int_range(slots.shape[0])
 
     def attend(token):
         """Returns the output of one token; `token` is a tuple with this token's element of each array in `inputs`."""
@@ -171,7 +169,7 @@ def _by_token(attend_dense, q, kv, slots, positions, with_window):
             rows, valid = (jnp.concatenate(pair, axis=1) for pair in zip((rows, valid), entries, strict=True))
         return attend_dense(q[0], rows[0], valid[0])
 
-    inputs = q, slots, positions, tokens, run_bounds(slots)[0], kv.indices
+    inputs = q, slots, positions, int_range(slots.shape[0]), run_bounds(slots)[0], kv.indices
     return jax.lax.map(attend, inputs, batch_size=min(QUERY_BLOCK, q.shape[0]))
 
 
@@ -208,10 +206,9 @@ def _merge_splits(sums, stats):
       stats: [T, splits, 2, H] largest scores, in units of log(2), and sums of weights.
     """
     largest = stats[:, :, 0]
-    totals = stats[:, :, 1]
     overall = jnp.max(largest, axis=1)
     factor = jnp.exp2(largest - overall[:, None])
-    return jnp.sum(sums * factor[..., None], axis=1), overall * math.log(2), jnp.sum(totals * factor, axis=1)
+    return jnp.sum(sums * factor[..., None], axis=1), overall * math.log(2), jnp.sum(stats[:, :, 1] * factor, axis=1)
 
 
 def _pad_heads(x, axis=1):

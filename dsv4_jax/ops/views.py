@@ -25,7 +25,12 @@ def int_range(*bounds: int) -> Int[Array, "n"]:
 
 def take(tree, *index):
     """Reads rows of every array in a tree at `index`. Indices out of range are clipped, so mask their rows."""
-    return jax.tree.map(lambda pool: pool.at[tuple(jnp.maximum(i, 0) for i in index)].get(mode="clip"), tree)
+    return jax.tree.map(lambda pool: pool.at[index].get(mode="clip", wrap_negative_indices=False), tree)
+
+
+def take_or_none(x: Int[Array, "n"], index: Int[Array, "*k"]) -> Int[Array, "*k"]:
+    """Returns the elements of x at `index`; -1 where the index is negative, which stands for none."""
+    return jnp.where(index >= 0, take(x, index), -1)
 
 
 def put(tree, values, keep: Bool[Array, "..."], *index):
@@ -37,13 +42,13 @@ def put(tree, values, keep: Bool[Array, "..."], *index):
       keep: whether to write each row.
       *index: places of the rows on axes 0, 1 and 2. Rows with an index out of range are not written.
     """
+    layer, row, *columns = index
+    # Negative indices do not count from the end here: rows with such an index are not written.
+    index = layer, jnp.where(keep, row, -1), *columns
 
     def scatter(pool, value):
         """Writes rows to one pool."""
-        layer, row, *columns = index
-        # A negative index would count from the end. Rows that must not be written get an index past the end instead.
-        row = jnp.where(keep & (row >= 0), row, pool.shape[1])
-        return pool.at[(layer, row, *columns)].set(value.astype(pool.dtype), mode="drop")
+        return pool.at[index].set(value.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
 
     return jax.tree.map(scatter, tree, values)
 
@@ -61,9 +66,8 @@ def put_in_rings(rings, values, layer, slots: Int[Array, "T"], positions: Int[Ar
       slots, positions: slot and position of each token; -1 = padding, which writes nothing.
     """
     ring = jax.tree.leaves(rings)[0].shape[2]
-    tokens = int_range(slots.shape[0])
     _, end = run_bounds(slots)
-    keep = (slots >= 0) & (positions >= 0) & (end - tokens <= ring)
+    keep = (slots >= 0) & (positions >= 0) & (end - int_range(slots.shape[0]) <= ring)
     return put(rings, values, keep, layer, slots, jnp.maximum(positions, 0) % ring)
 
 

@@ -7,19 +7,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from dsv4_jax.common.mesh_axes import DATA_AXIS, MODEL_AXIS
 
 
-# `RULES` gives the mesh axes that shard each logical axis of a parameter, a cache pool or a step's input. Logical axes
+# `RULES` gives the mesh axis that shards each logical axis of a parameter, a cache pool or a step's input. Logical axes
 # that are not listed here are replicated.
 RULES = {
-    "heads": (MODEL_AXIS,),  # query heads
-    "groups": (MODEL_AXIS,),  # groups of heads with one output projection
-    "experts": (MODEL_AXIS,),  # expert parallelism
-    "inner": (MODEL_AXIS,),  # an expert's intermediate size
-    "vocab": (MODEL_AXIS,),
-    "channels": (MODEL_AXIS,),  # channels of the rows of Engram's tables
-    "slots": (DATA_AXIS,),
-    "blocks": (DATA_AXIS,),
-    "context": (MODEL_AXIS,),  # blocks, with `CacheSchema.context_parallel`
-    "tokens": (DATA_AXIS,),  # also axis 0 of all other per-request inputs and results of a step
+    "heads": MODEL_AXIS,  # query heads
+    "groups": MODEL_AXIS,  # groups of heads with one output projection
+    "experts": MODEL_AXIS,  # expert parallelism
+    "inner": MODEL_AXIS,  # an expert's intermediate size
+    "vocab": MODEL_AXIS,
+    "channels": MODEL_AXIS,  # channels of the rows of Engram's tables
+    "slots": DATA_AXIS,
+    "blocks": DATA_AXIS,
+    "context": MODEL_AXIS,  # blocks, with `CacheSchema.context_parallel`
+    "tokens": DATA_AXIS,  # also axis 0 of all other per-request inputs and results of a step
 }
 
 
@@ -31,7 +31,7 @@ LogicalAxis = str | tuple[str, ...] | None
 def mesh_axes(axis: LogicalAxis, present: Collection[str]) -> tuple[str, ...]:
     """Returns the mesh axes that shard a dimension with this logical axis, as far as they are in `present`."""
     names = (axis,) if isinstance(axis, str) else axis or ()
-    return tuple(mesh_axis for name in names for mesh_axis in RULES.get(name, ()) if mesh_axis in present)
+    return tuple(RULES[name] for name in names if RULES.get(name) in present)
 
 
 def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -39,12 +39,11 @@ def partition_spec(axes: Sequence[LogicalAxis], mesh: Mesh | AbstractMesh) -> Pa
 
     If a mesh axis could shard several dimensions, it shards the first of them.
     """
-    unused = list(mesh.axis_names)
+    unused = {*mesh.axis_names}
     spec = []
     for axis in axes:
-        used = mesh_axes(axis, unused)
-        spec.append(used)
-        unused = [name for name in unused if name not in used]
+        spec.append(mesh_axes(axis, unused))
+        unused -= {*spec[-1]}
     return PartitionSpec(*spec)
 
 

@@ -38,22 +38,22 @@ def make_mailboxes(mesh: Mesh) -> UInt32[Array, "..."] | None:
       The last case is logged as a warning.
     """
     devices = list(mesh.devices.flat)
-    if mesh.shape.get(MODEL_AXIS, 1) == 1 or why_no_mosaic_gpu():
+    is_local = all(device.process_index == jax.process_index() for device in devices)
+    if mesh.shape.get(MODEL_AXIS, 1) == 1 or why_no_mosaic_gpu() or not is_local:
         return None
-    if any(device.process_index != jax.process_index() for device in devices):
-        return None
-    axis = mesh.axis_names.index(MODEL_AXIS)
     rows = {}
     # A group is the devices that differ only in their index on the "model" axis.
-    for group in np.moveaxis(mesh.devices, axis, -1).reshape(-1, mesh.shape[MODEL_AXIS]):
+    by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(MODEL_AXIS), -1)
+    for group in by_rank.reshape(-1, mesh.shape[MODEL_AXIS]):
         addresses = _addresses(tuple(group))
         if addresses is None:
             return None
         for rank, device in enumerate(group):
             words = np.asarray([rank, addresses[rank]], np.uint64).view(np.uint32)
             rows[device] = jax.device_put(words.reshape(*[1] * mesh.devices.ndim, -1), device)
-    ordered = [rows[device] for device in devices]
-    return jax.make_array_from_single_device_arrays((*mesh.devices.shape, 4), mailbox_sharding(mesh), ordered)
+    return jax.make_array_from_single_device_arrays(
+        (*mesh.devices.shape, 4), mailbox_sharding(mesh), [rows[device] for device in devices]
+    )
 
 
 def mailbox_sharding(mesh: Mesh) -> NamedSharding:

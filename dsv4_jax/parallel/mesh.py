@@ -40,8 +40,9 @@ def make_mesh(sizes: Mapping[str, int]) -> "Mesh":
     if needed > len(devices):
         text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         advice = f"; set JAX_NUM_CPU_DEVICES={needed} to try it on a CPU" * (devices[0].platform == "cpu")
-        kind = devices[0].device_kind
-        raise ValueError(f"mesh {text} needs {needed} devices, there are {len(devices)} ({kind}){advice}")
+        raise ValueError(
+            f"mesh {text} needs {needed} devices, there are {len(devices)} ({devices[0].device_kind}){advice}"
+        )
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:needed])
 
 
@@ -82,10 +83,9 @@ def check_shardable(config: DSV4Config, sizes: Mapping[str, int], expert_paralle
         sharded["engram_head_dim"] = config.engram.head_dim
     if expert_parallel and config.dspark is not None:
         sharded["dspark_n_routed_experts"] = config.layer_experts(config.num_hidden_layers)[0]
-    if indivisible := {name: size for name, size in sharded.items() if size % devices}:
+    if listed := _indivisible(sharded, devices):
         common = math.gcd(*sharded.values())
         valid_sizes = [n for n in range(1, common + 1) if common % n == 0]
-        listed = ", ".join(f"{name}={size}" for name, size in indivisible.items())
         raise ValueError(
             f"mesh axis model={devices} does not divide {listed}; this model takes {', '.join(map(str, valid_sizes))}"
         )
@@ -121,6 +121,10 @@ def check_divisible(sizes: Mapping[str, int], **counts: int) -> None:
       counts: the counts. Their names, such as `max_requests`, appear in the error message.
     """
     shards = sizes.get(DATA_AXIS, 1)
-    if odd := {name: count for name, count in counts.items() if count % shards}:
-        listed = ", ".join(f"{name}={count}" for name, count in odd.items())
+    if listed := _indivisible(counts, shards):
         raise ValueError(f"mesh axis data={shards} does not divide {listed}: give multiples of {shards}")
+
+
+def _indivisible(counts, devices):
+    """Returns the text "NAME=COUNT, .." of the counts that `devices` does not divide."""
+    return ", ".join(f"{name}={count}" for name, count in counts.items() if count % devices)

@@ -27,7 +27,7 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(step)
-    def call(model: Any, cache: Any, *args: Any, **options: Any) -> Any:
+    def call(model, cache, *args, **options):
         model_mesh = mesh_of(model)
         mesh = mesh_of(cache)
         if model_mesh != mesh and jax.tree.leaves(model):
@@ -38,7 +38,7 @@ def sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
         if mesh is None:
             return step(model, cache, *args, **options)
 
-        def local(model: Any, cache: Any, *args: Any) -> Any:
+        def local(model, cache, *args):
             """Runs the step on one device, with its shards."""
             with with_mailboxes(getattr(cache, "mailboxes", None)):
                 *results, cache = step(model, cache, *args, **options)
@@ -76,14 +76,7 @@ def sharded_rows(function: Callable[..., Any], *, placed: int = 0) -> Callable[.
       placed: number of leading arguments, such as a model, whose arrays keep their shardings instead.
     """
 
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        if (mesh := mesh_of(args)) is None:
-            return function(*args)
-        requests_spec = _requests_spec(mesh)
-        return _run(function, mesh, args[:placed], args[placed:], requests_spec, requests_spec)
-
-    return call
+    return _on_shards(function, placed, by_request=True)
 
 
 def sharded_read(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +86,7 @@ def sharded_read(function: Callable[..., Any]) -> Callable[..., Any]:
       function: function of `(cache, *args, **options)`. `args` are replicated, and `options` are static. The function
         must return the same result on all devices.
     """
-    return _on_shards(function, lambda cache: PartitionSpec())
+    return _on_shards(function)
 
 
 def sharded_update(function: Callable[..., Any]) -> Any:
@@ -103,21 +96,27 @@ def sharded_update(function: Callable[..., Any]) -> Any:
       function: function of `(cache, *args)` that returns the updated cache. The cache is donated, and `args` are
         replicated. Another sharded pytree of arrays may take the place of the cache.
     """
-    return jax.jit(_on_shards(function, _specs), donate_argnums=0)
+    return jax.jit(_on_shards(function, is_update=True), donate_argnums=0)
 
 
-def _on_shards(function, out_specs):
-    """Decorates a function of (cache, ..) so that each device runs it on its shard of the cache.
+def _on_shards(function, placed=1, *, by_request=False, is_update=False):
+    """Decorates a function so that each device runs it on its shards, if the arrays that it gets lie on a mesh.
 
-    `out_specs(cache)` must return the PartitionSpecs of the function's results.
+    Args:
+      function: function of pytrees of arrays. Its keyword arguments are static.
+      placed: number of leading arguments, such as the cache, whose arrays keep their shardings.
+      by_request: whether axis 0 of the other arguments and of the results is sharded over "data"; if not, they are
+        replicated.
+      is_update: whether the result has the shardings of the first argument instead.
     """
 
     @functools.wraps(function)
-    def call(cache: Any, *args: Any, **options: Any) -> Any:
-        if (mesh := mesh_of(cache)) is None:
-            return function(cache, *args, **options)
-        local = functools.partial(function, **options)
-        return _run(local, mesh, (cache,), args, PartitionSpec(), out_specs(cache))
+    def call(*args, **options):
+        if (mesh := mesh_of(args)) is None:
+            return function(*args, **options)
+        spec = _requests_spec(mesh) if by_request else PartitionSpec()
+        results_spec = _specs(args[0]) if is_update else spec
+        return _run(functools.partial(function, **options), mesh, args[:placed], args[placed:], spec, results_spec)
 
     return call
 
@@ -137,8 +136,7 @@ def _run(local, mesh, placed, args, args_spec, out_specs):
     args = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), args, args_specs)
     # `check_vma=False`, since kernels do not declare the mesh axes along which their results vary.
     in_specs = *map(_specs, placed), *args_specs
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*placed, *args)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*placed, *args)
 
 
 def _specs(tree):

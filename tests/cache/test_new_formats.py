@@ -11,7 +11,7 @@ import pytest
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.host import KVCacheManager, offload, resume
 from dsv4_jax.ops import CompressorWeights
-from dsv4_jax.ops.rope import apply_rope_deterministic
+from dsv4_jax.ops.rope import apply_rope
 from dsv4_jax.quant import V41Format
 from tests.ops.pools import ints, same_bytes
 from tests.pallas_kernels.kernels import compile_in_process
@@ -60,7 +60,7 @@ def keys_of(latents):
 
 
 def rotated(closed, rate):
-    return apply_rope_deterministic(closed.values, closed.entries * rate, jnp.asarray(CONFIG.inv_freq(2)))
+    return apply_rope(closed.values, closed.entries * rate, jnp.asarray(CONFIG.inv_freq(2)), deterministic=True)
 
 
 def test_the_last_token_reads_the_rows_that_were_written(run):
