@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from dsv4_jax.cache import CacheSchema
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.host.allocator import BlockAllocator, CacheFullError
 from dsv4_jax.host.cache_devices import Shards
+from dsv4_jax.host.prefix.prefix_tree import CachedBlock
 
 
 if TYPE_CHECKING:
@@ -146,21 +147,6 @@ class RequestStates(Mapping[int, RequestState]):
         return RequestStates(all_numbers, lists)
 
 
-class FoundPrefix(NamedTuple):
-    """The size of a prompt's longest cached prefix in one shard.
-
-    Attributes:
-      blocks: number of the prefix's blocks.
-      evictable: number of these blocks that no request holds, so that they could be evicted.
-    """
-
-    blocks: int = 0
-    evictable: int = 0
-
-
-NOTHING = FoundPrefix()
-
-
 class RequestTable:
     """The state of every admitted request, and the allocator of their blocks.
 
@@ -281,7 +267,7 @@ class RequestTable:
             )
         return slots[:n]
 
-    def find_slot(self, num_tokens: int, prefixes: Sequence[FoundPrefix] = ()) -> int:
+    def find_slot(self, num_tokens: int, paths: Sequence[Sequence[CachedBlock]] = ()) -> int:
         """Returns the slot for a new request: the lowest free slot in the best shard.
 
         The best shard is found by these criteria. Each one decides only if the criteria before it leave a tie.
@@ -294,7 +280,7 @@ class RequestTable:
 
         Args:
           num_tokens: number of tokens that the request will hold in the end.
-          prefixes: for each shard, the size of the prompt's cached prefix; empty = no prefix is cached.
+          paths: for each shard, the nodes of the prompt's cached prefix; empty = no prefix is cached.
 
         Raises:
           CacheFullError: every slot is taken.
@@ -303,27 +289,27 @@ class RequestTable:
         def rank(shard):
             """Returns the criteria of a shard, in the order in which they decide."""
             num_free = len(self.free_slots(shard))
-            prefix = prefixes[shard] if prefixes else NOTHING
-            return num_free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, num_free, self.room(shard)
+            path = paths[shard] if paths else ()
+            return num_free > 0, self.fits(shard, num_tokens, path), len(path), num_free, self.room(shard)
 
         best_shard = max(range(self.shards.count), key=rank)  # the first one if several are equally good
         (slot,) = self.find_slots(1, best_shard)
         return slot
 
-    def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix) -> bool:
+    def fits(self, shard: int, num_tokens: int, path: Sequence[CachedBlock]) -> bool:
         """Returns whether a shard has a slot and enough blocks for a new request.
 
         Args:
           shard: index of the shard.
           num_tokens: number of tokens that the request needs room for.
-          prefix: size of the cached prefix of its prompt in the shard. The request shares the blocks of this prefix.
+          path: nodes of the cached prefix of its prompt in the shard. The request shares the blocks of this prefix.
         """
-        missing = self.blocks_for(num_tokens) - prefix.blocks
-        return bool(self.free_slots(shard)) and missing <= self.room(shard) - prefix.evictable
+        return bool(self.free_slots(shard)) and self.blocks_for(num_tokens) <= len(path) + self.room(shard, path)
 
-    def room(self, shard: int) -> int:
-        """Returns the number of blocks in a shard that are free or evictable."""
-        return self.allocator.free_in(shard) + (0 if self.evictor is None else self.evictor.evictable_in(shard))
+    def room(self, shard: int, path: Sequence[CachedBlock] = ()) -> int:
+        """Returns the number of blocks in a shard that are free or evictable, without the blocks of the nodes `path`."""
+        evictable = 0 if self.evictor is None else self.evictor.evictable_in(shard)
+        return self.allocator.free_in(shard) + evictable - sum(not node.in_use for node in path)
 
     def blocks_for(self, num_tokens: Any) -> Any:
         """Returns the number of blocks that a request of `num_tokens` tokens needs; both may be arrays."""

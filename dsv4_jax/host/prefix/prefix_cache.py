@@ -21,7 +21,7 @@ from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.offload import identity, rows_struct
 from dsv4_jax.host.prefix.prefix_files import FORMAT, FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
-from dsv4_jax.host.request_table import FoundPrefix, RequestState
+from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import origin, record_write
 
 
@@ -212,8 +212,8 @@ class PrefixCache(Summarized):
         ids = self.manager.check_ids(prompt_ids)
         size = self.manager.check_size(len(ids), num_tokens)
         self._follow(cache)
-        paths, prefixes = self._find(ids, salt)
-        slot = self._table.find_slot(size, prefixes)
+        paths = self._find(ids, salt)
+        slot = self._table.find_slot(size, paths)
         shard = self.manager.shards.of(slot)
         path = paths[shard]
         prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
@@ -376,8 +376,8 @@ class PrefixCache(Summarized):
         Raises:
           TypeError, ValueError: the ids are bad.
         """
-        _, prefixes = self._find(self.manager.check_ids(prompt_ids), salt)
-        return any(self._table.fits(shard, num_tokens, prefix) for shard, prefix in enumerate(prefixes))
+        paths = self._find(self.manager.check_ids(prompt_ids), salt)
+        return any(self._table.fits(shard, num_tokens, path) for shard, path in enumerate(paths))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
         """Compares the cached blocks and snapshots with the checksums that were taken under `debug`.
@@ -554,13 +554,13 @@ class PrefixCache(Summarized):
         """Finds in each shard the longest prefix in memory that ends in a snapshot and leaves a token of `ids` to run.
 
         Returns:
-          (paths, prefixes): for each shard, the list of the prefix's nodes, and its `FoundPrefix`.
+          For each shard, the list of the prefix's nodes.
         """
         paths = [self._nodes(ids[:-1], salt, shard) for shard in range(self.manager.shards.count)]
         for path in paths:
             while path and path[-1].snapshot is None:
                 path.pop()
-        return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
+        return paths
 
     def _nodes(self, ids, salt, shard, path=()):
         """Returns the nodes of the longest prefix of `ids` in a shard's memory; `path` lists its known first nodes."""
@@ -579,7 +579,7 @@ class PrefixCache(Summarized):
         if self._stored is None:
             return None
         nodes = self._nodes(ids[:-1], salt, shard)
-        room = len(nodes) + self._table.room(shard) - sum(not node.in_use for node in nodes)
+        room = len(nodes) + self._table.room(shard, nodes)
         return self._stored.find(self._digests(ids[:-1], salt), nodes, min_blocks, room)
 
     def _restore(self, cache, slot, prefix):
