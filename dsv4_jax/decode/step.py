@@ -243,7 +243,13 @@ def sample_step(
     cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, output.tokens))
     if not options.count:
         return output, cache
-    return _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options)
+    last = last_accepted(batch, indices, output.tokens, num_slots)
+    row = jnp.maximum(last, 0)
+    last_tokens = output.tokens[row]
+    streams = streams[jnp.maximum(indices[row], 0)]
+    newest = one_token_batch(last_tokens, jnp.where(last >= 0, cache.lengths, -1))
+    draft_tokens, _, _, cache = draft(model, cache, streams, newest, sampling, seeds, drafts=options)
+    return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=last_tokens), cache
 
 
 def _run(model, cache, batch, drafts, record):
@@ -275,28 +281,6 @@ def _run(model, cache, batch, drafts, record):
     return hidden, streams, decisions, cache
 
 
-def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options):
-    """Drafts the tokens after each request's newest token.
-
-    Args:
-      model, batch, indices, sampling, seeds: as in `sample_step`.
-      cache: the cache after the model and the draft layers' `write`. Its `lengths` count no rejected drafts.
-      output: the step's StepOutput.
-      streams: [T, h, hidden] inputs of the draft layers, from `_run`.
-      options: DraftOptions.
-
-    Returns:
-      (`output` with `draft_tokens` and `last_tokens`, the cache).
-    """
-    last = last_accepted(batch, indices, output.tokens, seeds.shape[0])
-    entry = jnp.maximum(last, 0)
-    tokens = output.tokens[entry]
-    token_index = jnp.maximum(indices[entry], 0)
-    batch = one_token_batch(tokens, jnp.where(last >= 0, cache.lengths, -1))
-    draft_tokens, _, _, cache = draft(model, cache, streams[token_index], batch, sampling, seeds, drafts=options)
-    return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens), cache
-
-
 @jax.named_scope("sampling")
 def draw_tokens(
     logits: Float[Array, "n vocab"],
@@ -326,23 +310,22 @@ def draw_tokens(
     slots = jnp.maximum(batch.slots[token_indices], 0)
     row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
     forced = None if logprobs is None else logprobs.forced_tokens
+    rows = None
     processed = logits
-    by_slot = None
     if processor is not None:
         drawn_indices = logits_indices if forced is None else jnp.where(forced < 0, logits_indices, -1)
-        by_slot = SlotRows.of(processor, batch, drawn_indices, num_slots)
-        processed = by_slot.process(logits)
+        rows = SlotRows.of(processor, batch, drawn_indices, num_slots)
+        processed = rows.process(logits)
     tokens = sample(processed, row_sampling, seeds[slots], batch.positions[token_indices] + 1, token_mask)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
     token_logprobs, norm = log_probabilities(logits, tokens)
     top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
-    if by_slot is None:
-        return StepOutput(tokens, token_logprobs, top)
-    is_allowed = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0] > -jnp.inf
-    last = last_accepted(batch, logits_indices, tokens, num_slots)
-    logprobs_if_allowed = jnp.where(is_allowed, token_logprobs, jnp.nan)
-    return StepOutput(tokens, logprobs_if_allowed, top, processor=by_slot.update(tokens, last))
+    if rows is not None:
+        is_allowed = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0] > -jnp.inf
+        token_logprobs = jnp.where(is_allowed, token_logprobs, jnp.nan)
+        processor = rows.update(tokens, last_accepted(batch, logits_indices, tokens, num_slots))
+    return StepOutput(tokens, token_logprobs, top, processor=processor)
 
 
 # Draws the tokens of a step from the logits of `logits_step`. A step is launched in these two parts if its token masks
