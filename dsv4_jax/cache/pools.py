@@ -38,7 +38,7 @@ class KVCache(Summarized):
       streams: [1, slots, ring, hc_mult * hidden] in the model's dtype, residual streams of each request's newest
         tokens, from which MTP drafts start. None if no draft layers need them.
       ngram_ids: [1, slots, ring, 1] int32, compressed ids of each request's newest tokens, of which Engram's n-grams
-        are made, see `cache.ngrams`. None without Engram.
+        are made, see `cache.newest_tokens`. None without Engram.
       block_table: [slots, max_blocks] int32, block ids, -1 = none. All pools of all layers share this table.
       lengths: [slots] int32, number of tokens in each slot.
       schema: geometry of the cache (static).
@@ -246,7 +246,6 @@ class KVCache(Summarized):
           ValueError: the cache is sharded over a mesh and this code does not run under `jax.shard_map`.
         """
         check_within_shard_map("the cache", self.lengths)
-        slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 
         def wipe(path, x):
             """Empties the slots in the array at `path`."""
@@ -254,9 +253,26 @@ class KVCache(Summarized):
             if "slots" not in axes:
                 return x
             index = slots if axes[0] == "slots" else (slice(None), slots)
-            return x.at[index].set(jnp.asarray(_empty_value(path), x.dtype), mode="drop")
+            empty = jnp.asarray(_empty_value(path), x.dtype)
+            return x.at[index].set(empty, mode="drop", wrap_negative_indices=False)
 
         return jax.tree.map_with_path(wipe, self)
+
+
+@jax.named_scope("router")
+def count_experts(cache: Any, experts: Int[Array, "L T k"], layers: tuple[int, ...]) -> Any:
+    """Returns the cache with a step's experts added to `expert_counts`, which it must have, see `KVCache`.
+
+    Args:
+      cache: the cache.
+      experts: [L, T, k] int32 experts of each token; -1 = padding, which is not counted.
+      layers: indices of the L layers on axis 0 of `experts`, in any order.
+    """
+    counts = cache.expert_counts
+    experts = jnp.where(experts >= 0, experts, counts.shape[-1])
+    rows = jnp.array(layers, jnp.int32)[:, None, None]
+    tokens = jnp.zeros_like(counts[0]).at[rows, experts].add(1, mode="drop")
+    return dataclasses.replace(cache, expert_counts=counts + jnp.stack([tokens, (tokens > 0).astype(jnp.int32)]))
 
 
 def _empty_value(path):
