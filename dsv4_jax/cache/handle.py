@@ -149,9 +149,9 @@ class LayerCacheHandle(Summarized):
         if index is not None:
             compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
         (state, entries), *key_results = ops.flush(compressors, *self._places, **self._flush_options)
-        handle = self._with_state(state)._with_group(entries=entries.rows)
+        handle = self._with_group(entries=entries.rows, state=_stored(state))
         for state, keys in key_results:
-            handle = handle._with_state(state, keys=True)._with_group(keys=keys.rows)
+            handle = handle._with_group(keys=keys.rows, key_state=_stored(state))
         return handle
 
     def pool_windows(
@@ -177,7 +177,7 @@ class LayerCacheHandle(Summarized):
         self._check_windows("", kv, gate, weights)
         arrays = self._state_view(), kv, gate, weights, *self._places
         closed, state = ops.pool_windows(*arrays, **self._flush_options)
-        return closed, self._with_state(state)
+        return closed, self._with_group(state=_stored(state))
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """Runs the second half of `flush`: rotates, quantizes and stores entries (see `ops.write_entries`).
@@ -506,12 +506,8 @@ class LayerCacheHandle(Summarized):
             self._check_shape(f"{prefix}weights.position_bias", weights.position_bias, width, rows=spec.compress_rate)
         self._check_shape(f"{prefix}weights.norm_weight", weights.norm_weight, rows=dim)
 
-    def _with_state(self, view, *, keys=False):
-        if view.kv is None:  # a compression window is one token, which needs no state
-            return self
-        return self._with_group(**{"key_state" if keys else "state": CompressorState(view.kv, view.gate)})
-
     def _with_group(self, **pools):
+        """Returns a handle with new pools of the layer's group; pools that are None stay as they are."""
         return dataclasses.replace(self, _cache=self._cache.with_groups({self.spec.group: PoolGroup(**pools)}))
 
     def _commit(self):
@@ -521,3 +517,8 @@ class LayerCacheHandle(Summarized):
 
     def _with_swa(self, view):
         return dataclasses.replace(self, _cache=dataclasses.replace(self._cache, swa=view.rows), pending=None)
+
+
+def _stored(view):
+    """Returns the CompressorState of a StateView; None if a compression window is one token, which needs no state."""
+    return None if view.kv is None else CompressorState(view.kv, view.gate)
