@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from flax import serialization
 
 from dsv4_jax.cache.pools import KVCache
@@ -15,20 +16,23 @@ def named_leaves(*trees: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path[1:], simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+def leaf_types(tree: Any) -> dict[str, str]:
+    """Returns {name: dtype and shape as text, such as "uint8[2, 8]"} of the leaves of a pytree."""
+    leaves = named_leaves(tree).items()
+    return {name: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}" for name, x in leaves}
+
+
 def _to_state(cache):
     """Returns {name: array} of the cache without `mailboxes` and `expert_counts`, which are not stored."""
     return named_leaves(dataclasses.replace(cache, mailboxes=None, expert_counts=None))
 
 
-def _described(x):
-    return f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}"
-
-
 def _from_state(cache, state):
     """Returns the cache with the arrays of `state`. Raises ValueError if an array is missing, extra or does not fit."""
-    leaves = _to_state(cache)
-    for name in sorted(leaves.keys() | state.keys()):
-        stored, mine = (_described(arrays[name]) if name in arrays else "nothing" for arrays in (state, leaves))
+    types_of_stored = leaf_types(state)
+    types_of_mine = leaf_types(_to_state(cache))
+    for name in sorted(types_of_stored | types_of_mine):
+        stored, mine = (types.get(name, "nothing") for types in (types_of_stored, types_of_mine))
         if stored != mine:
             raise ValueError(
                 f"the stored cache has {stored} as {name}, this one {mine}: it is of another geometry or format"
