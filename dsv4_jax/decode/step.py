@@ -109,11 +109,6 @@ class StepOutput:
     processor: LogitsProcessor | None = None
     decisions: Decisions | None = None
 
-    def __getitem__(self, rows: slice) -> "StepOutput":
-        """Returns an output with these rows of the arrays [n, ...], and with other arrays unchanged."""
-        top = None if self.top_logprobs is None else self.top_logprobs[rows]
-        return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
-
 
 @pytree_dataclass
 class EarlierTokens:
@@ -246,9 +241,9 @@ def sample_step(
     last = last_accepted(batch, indices, output.tokens, num_slots)
     row = jnp.maximum(last, 0)
     last_tokens = output.tokens[row]
-    streams = streams[jnp.maximum(indices[row], 0)]
+    token = jnp.maximum(indices[row], 0)
     newest = one_token_batch(last_tokens, jnp.where(last >= 0, cache.lengths, -1))
-    draft_tokens, _, _, cache = draft(model, cache, streams, newest, sampling, seeds, drafts=options)
+    draft_tokens, _, _, cache = draft(model, cache, streams[token], newest, sampling, seeds, drafts=options)
     return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=last_tokens), cache
 
 
@@ -268,7 +263,7 @@ def _run(model, cache, batch, drafts, record):
     """
     if drafts.count:
         check_drafts(cache.schema, drafts)
-    streams = None
+    streams: Any = None
     decisions = None
     if record:
         hidden, streams, decisions, cache = model.forward_decisions(cache, batch, record)
