@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
-from dsv4_jax.cache.request_rows import copy_request
+from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget, copy_request
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.mesh_axes import DATA_AXIS
 from dsv4_jax.common.sizes import parse_bytes
@@ -122,8 +121,7 @@ class KVCacheManager(Summarized):
 
     def _summary(self) -> dict[str, Any]:
         rooms = {}
-        for slot in self.slots:
-            state = self.requests.state(slot)
+        for slot, state in sorted(self.requests.states.items()):
             blocks = f"tokens in {state.num_blocks:,} blocks"
             rooms[f"slot {slot}"] = Share(state.length, self.schema.max_context, blocks)
         return self.use() | self.schema.summary() | rooms
@@ -418,9 +416,9 @@ class KVCacheManager(Summarized):
             raise TypeError(f"tokens must map slots to token ids, {{slot: ids}}, got a {type(tokens).__name__}")
         if not tokens:
             raise ValueError("tokens is empty: a step needs at least one slot with tokens")
-        ids = [self.check_ids(new, f"tokens[{check_whole('slot', slot)}]") for slot, new in tokens.items()]
         for slot in tokens:
             self.requests.state(slot)
+        ids = [self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()]
         slots = np.array(list(tokens), int)
         counts = np.array([len(new) for new in ids], int)
         batch, _ = self.prepare_arrays(

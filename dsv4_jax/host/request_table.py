@@ -57,9 +57,8 @@ class RequestState:
 
     def with_numbers(self, row: np.void) -> "RequestState":
         """Returns a state with the numbers of `row`, which has dtype `NUMBERS`, and with the lists of this state."""
-        numbers = dict(zip(_NAMES, row.item(), strict=True))
-        del numbers["num_blocks"]
-        return dataclasses.replace(self, **numbers)
+        _, *numbers = row.item()
+        return dataclasses.replace(self, **dict(zip(_NAMES[1:], numbers, strict=True)))
 
     def shortened(self, length: int | None, slot: int) -> "RequestState":
         """Returns the state of a copy of the request with all its tokens, or without the newest one.
@@ -91,7 +90,7 @@ class RequestState:
 # `NUMBERS` has a field for each number of a `RequestState`. One array of this dtype holds the numbers of all slots, so
 # that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold earlier
 # versions of this array.
-_NAMES = ("length", "min_length", "restored", "num_blocks", "published_blocks", "admitted", "changed", "weights")
+_NAMES = ("num_blocks", "length", "min_length", "restored", "published_blocks", "admitted", "changed", "weights")
 NUMBERS = np.dtype([(name, np.int64) for name in _NAMES])
 
 
@@ -307,7 +306,7 @@ class RequestTable:
         return bool(self.free_slots(shard)) and self.blocks_for(num_tokens) <= len(path) + self.room(shard, path)
 
     def room(self, shard: int, path: Sequence[CachedBlock] = ()) -> int:
-        """Returns the number of blocks in a shard that are free or evictable, without the blocks of the nodes `path`."""
+        """Returns the number of free or evictable blocks in a shard, without the blocks of the nodes `path`."""
         evictable = 0 if self.evictor is None else self.evictor.evictable_in(shard)
         return self.allocator.free_in(shard) + evictable - sum(not node.in_use for node in path)
 
