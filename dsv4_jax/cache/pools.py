@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import serialization
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
@@ -24,7 +25,7 @@ from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
 from dsv4_jax.quant import FakeQuantFormat, PlainFormat, Rows
-from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
+from pallas_kernels.runtime.pytrees import leaf_types, named_leaves, pytree_dataclass, static_field
 
 
 @pytree_dataclass
@@ -283,3 +284,28 @@ def _empty_value(path):
 def init_cache(schema: CacheSchema) -> KVCache:
     """Makes an empty cache for a schema, like `KVCache.zeros`."""
     return KVCache.zeros(schema)
+
+
+# --- `flax.serialization.to_bytes(cache)` and `flax.serialization.from_bytes(cache, data)` ---
+
+
+def _to_state(cache):
+    """Returns {name: array} of the cache without `mailboxes` and `expert_counts`, which are not stored."""
+    return named_leaves(dataclasses.replace(cache, mailboxes=None, expert_counts=None))
+
+
+def _from_state(cache, state):
+    """Returns the cache with the arrays of `state`. Raises ValueError if an array is missing, extra or does not fit."""
+    types_of_stored = leaf_types(state)
+    types_of_mine = leaf_types(_to_state(cache))
+    for name in sorted(types_of_stored | types_of_mine):
+        stored, mine = (types.get(name, "nothing") for types in (types_of_stored, types_of_mine))
+        if stored != mine:
+            raise ValueError(
+                f"the stored cache has {stored} as {name}, this one {mine}: it is of another geometry or format"
+            )
+    restored = [state.get(name, leaf) for name, leaf in named_leaves(cache).items()]
+    return jax.tree.unflatten(jax.tree.structure(cache), restored)
+
+
+serialization.register_serialization_state(KVCache, _to_state, _from_state)

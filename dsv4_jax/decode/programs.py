@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.cache.serialization import leaf_types, named_leaves
 from dsv4_jax.decode.loop import decode_loop
 from dsv4_jax.decode.program_store import TRACE, ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, logits_step, sample_step
 from dsv4_jax.decode.step_launch import launch
 from dsv4_jax.expert_pages import ExpertMemory
+from pallas_kernels.runtime.pytrees import leaf_types, named_leaves
 
 
 @jax.tree_util.register_pytree_node_class

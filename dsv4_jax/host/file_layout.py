@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
+from pallas_kernels.runtime.pytrees import named_leaves
 
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
