@@ -416,9 +416,9 @@ class KVCacheManager(Summarized):
             raise TypeError(f"tokens must map slots to token ids, {{slot: ids}}, got a {type(tokens).__name__}")
         if not tokens:
             raise ValueError("tokens is empty: a step needs at least one slot with tokens")
+        ids = [self.check_ids(new, f"tokens[{check_whole('slot', slot)}]") for slot, new in tokens.items()]
         for slot in tokens:
             self.requests.state(slot)
-        ids = [self.check_ids(new, f"tokens[{slot}]") for slot, new in tokens.items()]
         slots = np.array(list(tokens), int)
         counts = np.array([len(new) for new in ids], int)
         batch, _ = self.prepare_arrays(
