@@ -20,7 +20,7 @@ from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.views import SWAView, int_range, run_bounds
+from dsv4_jax.ops.views import DROP, SWAView, int_range, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
@@ -207,23 +207,17 @@ class KVCache(Summarized):
         """
         self._check_batch(batch)
         check_within_shard_map("the cache", self.lengths)
-        slots = self.block_table.shape[0]
-
-        def past_end(index, keep):
-            """Returns the indices, with `slots` (nothing is written there) for those that are negative or not kept."""
-            return jnp.where(keep & (index >= 0), index, slots)
-
         table = self.block_table
         lengths = self.lengths
         if batch.reset_slots is not None:
-            reset = past_end(batch.reset_slots, True)
-            table = table.at[reset].set(-1, mode="drop")
-            lengths = lengths.at[reset].set(0, mode="drop")
+            table = table.at[batch.reset_slots].set(-1, **DROP)
+            lengths = lengths.at[batch.reset_slots].set(0, **DROP)
         if batch.new_blocks is not None:
             slot, index, block = batch.new_blocks.T
-            table = table.at[past_end(slot, True), index].set(block, mode="drop")
+            table = table.at[slot, index].set(block, **DROP)
         last = run_bounds(batch.slots)[1] == int_range(1, batch.slots.shape[0] + 1)
-        lengths = lengths.at[past_end(batch.slots, last & (batch.positions >= 0))].set(batch.positions + 1, mode="drop")
+        slots = jnp.where(last & (batch.positions >= 0), batch.slots, -1)
+        lengths = lengths.at[slots].set(batch.positions + 1, **DROP)
         return dataclasses.replace(self, block_table=table, lengths=lengths)
 
     def _check_batch(self, batch):
@@ -255,7 +249,7 @@ class KVCache(Summarized):
                 return x
             index = slots if axes[0] == "slots" else (slice(None), slots)
             empty = jnp.asarray(_empty_value(path), x.dtype)
-            return x.at[index].set(empty, mode="drop", wrap_negative_indices=False)
+            return x.at[index].set(empty, **DROP)
 
         return jax.tree.map_with_path(wipe, self)
 
@@ -270,9 +264,8 @@ def count_experts(cache: Any, experts: Int[Array, "L T k"], layers: tuple[int, .
       layers: indices of the L layers on axis 0 of `experts`, in any order.
     """
     counts = cache.expert_counts
-    experts = jnp.where(experts >= 0, experts, counts.shape[-1])
     rows = jnp.array(layers, jnp.int32)[:, None, None]
-    tokens = jnp.zeros_like(counts[0]).at[rows, experts].add(1, mode="drop")
+    tokens = jnp.zeros_like(counts[0]).at[rows, experts].add(1, **DROP)
     return dataclasses.replace(cache, expert_counts=counts + jnp.stack([tokens, (tokens > 0).astype(jnp.int32)]))
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 
 from dsv4_jax.cache.pools import KVCache
 from dsv4_jax.cache.schema import PoolGroup
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import DROP, int_range
 from dsv4_jax.parallel.local_ids import all_reduce_bits, to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_read, sharded_update
 from dsv4_jax.quant import Rows
@@ -144,8 +144,7 @@ def write_request(
         index = (length - count + int_range(count)) % ring
         # The index arrays of the first three axes are broadcast to [layers, count], the leading axes of `new`.
         layers = int_range(pool.shape[0])
-        places = pool.at[layers[:, None], slot, index[None, :], :width]
-        return places.set(new, mode="drop", wrap_negative_indices=False)
+        return pool.at[layers[:, None], slot, index[None, :], :width].set(new, **DROP)
 
     return _with_slot_pools(cache, jax.tree.map(write, rows, _slot_pools(cache), is_leaf=lambda x: x is None))
 
@@ -246,18 +245,17 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
     blocks = _local_blocks(cache, blocks)
 
     def write(pool, new):
-        return pool.at[:, blocks].set(new, mode="drop", wrap_negative_indices=False)
+        return pool.at[:, blocks].set(new, **DROP)
 
     return cache.with_groups(jax.tree.map(write, cache.paged, rows))
 
 
 def _with_requests(cache, slots, length, table_rows):
     """Returns the cache with new lengths and rows of the block table in some slots of this device; -1 = none."""
-    options = {"mode": "drop", "wrap_negative_indices": False}
     return dataclasses.replace(
         cache,
-        block_table=cache.block_table.at[slots].set(table_rows, **options),
-        lengths=cache.lengths.at[slots].set(length, **options),
+        block_table=cache.block_table.at[slots].set(table_rows, **DROP),
+        lengths=cache.lengths.at[slots].set(length, **DROP),
     )
 
 

@@ -23,7 +23,7 @@ from dsv4_jax.decode.sampling import (
 )
 from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.all_reduce import mailboxes, use_mailboxes
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import DROP, int_range
 from dsv4_jax.parallel.sharded_step import sharded_rows
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
@@ -367,8 +367,8 @@ def last_accepted(
     first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, entries))
     # An entry is accepted if neither it nor an earlier entry of its request is rejected.
     is_accepted = last_rejected < first_of_request
-    accepted_slots = jnp.where(is_accepted & (slots >= 0), slots, num_slots)  # `num_slots` is dropped below
-    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(entries, mode="drop")
+    accepted_slots = jnp.where(is_accepted, slots, -1)
+    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(entries, **DROP)
 
 
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
@@ -413,5 +413,4 @@ def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:
       them: JAX takes -1 for the last row.
     """
     tokens = int_range(batch.slots.shape[0])
-    index = jnp.where(batch.slots >= 0, batch.slots, slots)  # the index `slots` is dropped
-    return jnp.full((slots,), -1, jnp.int32).at[index].max(tokens, mode="drop")
+    return jnp.full((slots,), -1, jnp.int32).at[batch.slots].max(tokens, **DROP)
