@@ -668,8 +668,6 @@ class KVCacheManager(Summarized):
                 check_snapshot(self.schema, nodes[-1], f"slot {slot}")
                 start = nodes[-1].length
                 snapshot = nodes[-1].snapshot
-        min_length = min(start, state.min_length)
-        restored = start if start < state.min_length else state.restored
         num_full, num_partial = divmod(start, self.schema.block_tokens)
         num_kept = num_full + bool(num_partial)
         written = state.blocks[num_full:num_kept]  # the last kept block if it is not full, else nothing
@@ -677,14 +675,7 @@ class KVCacheManager(Summarized):
             blocks = state.blocks[:num_full] + (copies[slot] if copies else written)
             table.allocator.release((written if copies else []) + state.blocks[num_kept:])
             cached_blocks = state.cached_blocks[:num_full]
-            state = dataclasses.replace(
-                state,
-                length=start,
-                min_length=min_length,
-                restored=restored,
-                blocks=blocks,
-                cached_blocks=cached_blocks,
-            )
+            state = dataclasses.replace(state.cut(start), blocks=blocks, cached_blocks=cached_blocks)
             if copies:
                 new_cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)
             else:

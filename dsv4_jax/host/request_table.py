@@ -82,6 +82,10 @@ class RequestState:
                 f"{length=}: the rows of slot {slot} were restored for a length of {self.restored} or more: copy all "
                 f"{self.length} tokens, or run one more before"
             )
+        return self.cut(length)
+
+    def cut(self, length: int) -> "RequestState":
+        """Returns the state with at most as many tokens. Below `min_length`, the rows must be restored for `length`."""
         if length >= self.min_length:
             return dataclasses.replace(self, length=length)
         return dataclasses.replace(self, length=length, min_length=length, restored=length)

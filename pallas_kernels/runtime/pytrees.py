@@ -18,10 +18,10 @@ def pytree_dataclass[T](cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-def named_leaves(*trees: Any) -> dict[str, Any]:
-    """Returns {name: array} of the leaves of pytrees. A name is a path in its tree, such as "swa.nope"."""
-    leaves = jax.tree.leaves_with_path(trees)
-    return {jax.tree_util.keystr(path[1:], simple=True, separator="."): leaf for path, leaf in leaves}
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns {name: array} of the leaves of a pytree. A name is a path in the tree, such as "swa.nope"."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def leaf_types(tree: Any) -> dict[str, str]:
