@@ -78,8 +78,11 @@ class KVCache(Summarized):
             # The dtype is explicit, because a step would be compiled once more for weakly typed arrays.
             return jnp.full(struct.shape, _empty_value(path), struct.dtype, device=struct.sharding)
 
-        cache = jax.tree.map_with_path(full, cls.abstract(schema, mesh))
-        return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
+        return jax.tree.map_with_path(full, cls.abstract(schema, mesh)).with_mailboxes(mesh)
+
+    def with_mailboxes(self, mesh: Mesh | None) -> "KVCache":
+        """Returns the cache with the `mailboxes` of a mesh; without a mesh, returns the cache itself."""
+        return self if mesh is None else dataclasses.replace(self, mailboxes=make_mailboxes(mesh))
 
     def shardings(self, mesh: Mesh) -> "KVCache":
         """Returns a cache with a `NamedSharding` in the place of each array, as `jax.device_put` takes them."""

@@ -20,7 +20,6 @@ from dsv4_jax.host.batches import find_layout, find_new_rows
 from dsv4_jax.host.cache_devices import CacheDevices, consecutive, padded
 from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.request_table import RequestState, RequestTable
-from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 
 
@@ -205,8 +204,7 @@ class KVCacheManager(Summarized):
 
     def abstract_cache(self) -> KVCache:
         """Returns `init_cache`'s cache with `jax.ShapeDtypeStruct` in place of arrays, to compile programs with."""
-        cache = KVCache.abstract(self.schema, self.mesh)
-        return cache if self.mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(self.mesh))
+        return KVCache.abstract(self.schema, self.mesh).with_mailboxes(self.mesh)
 
     def check_cache(self, cache: KVCache, slot: int | None = None) -> None:
         """Raises an error if this manager cannot use the cache, or if the cache is known to lack tokens of a request.
