@@ -18,7 +18,7 @@ from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import int_range, tiles
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.quant import LayerSlice
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -316,9 +316,7 @@ class LayerCacheHandle(Summarized):
         def split(x):
             """Divides x [tokens, ...] into tiles: [tiles, tile_size, ...]."""
             # The last tile is filled up with padding tokens, whose position and slot are -1.
-            fill = 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1
-            padding = [(0, -tokens % tile_size)] + [(0, 0)] * (x.ndim - 1)
-            return jnp.pad(x, padding, constant_values=fill).reshape(-1, tile_size, *x.shape[1:])
+            return tiles(x, tile_size, 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1)
 
         def run(tile):
             """Calls `function` with the batch and the arrays of one tile."""
@@ -327,8 +325,8 @@ class LayerCacheHandle(Summarized):
             return function(dataclasses.replace(self, batch=batch, pending=None), *arrays)
 
         per_token = {name: getattr(self.batch, name) for name in ("token_ids", "positions", "slots")}
-        tiles = jax.lax.map(run, jax.tree.map(split, (per_token, arrays)))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], tiles)
+        results = jax.lax.map(run, jax.tree.map(split, (per_token, arrays)))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], results)
 
     def candidate_blocks(self, scores: Float[Array, "T E"]) -> Int[Array, "T B"] | None:
         """Chooses the blocks of entries to which the selections of later layers are restricted (V4.1).

@@ -16,7 +16,7 @@ from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import log_probabilities
 from dsv4_jax.decode.step import Model, run_model
 from dsv4_jax.nn.layer_stack import LayerStack
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import int_range, tiles
 from dsv4_jax.parallel.mesh import check_divisible
 from dsv4_jax.parallel.sharded_step import mesh_of, sharded_rows
 from pallas_kernels.runtime.pytrees import on_leaves
@@ -102,12 +102,7 @@ def _local_logprobs(shape, model, tokens, lengths, adapters):
     flat = tokens.reshape(-1)
     targets = jnp.roll(flat, -1)
     size = shape.token_budget
-
-    def chunked(x, padding):
-        """Returns x [n] as [chunks, token_budget], with padding at the end."""
-        return jnp.pad(x, (0, -x.size % size), constant_values=padding).reshape(-1, size)
-
-    chunks = chunked(flat, 0), chunked(slots, -1), chunked(positions, -1), chunked(targets, 0)
+    chunks = tiles(flat, size), tiles(slots, size, -1), tiles(positions, size, -1), tiles(targets, size)
     blocks = -(-flat.size // shape.schema.block_tokens) + len(lengths)
     schema = dataclasses.replace(shape.schema, max_requests=len(lengths), num_blocks=blocks)
     shape = dataclasses.replace(shape, schema=schema)
@@ -190,10 +185,7 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
 
     if remat:
         return jax.checkpoint(score)((hidden, targets)), cache
-    group_size = shape.logits_rows
-    padding = -len(ids) % group_size
-    hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, group_size, hidden.shape[1])
-    values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, group_size)))
+    values = jax.lax.map(score, (tiles(hidden, shape.logits_rows), tiles(targets, shape.logits_rows)))
     return values.reshape(-1)[: len(ids)], cache
 
 

@@ -28,6 +28,12 @@ def int_range(*bounds: int) -> Int[Array, "n"]:
     return jnp.arange(*bounds, dtype=jnp.int32)
 
 
+def tiles(x: Array, size: int, padding: int = 0) -> Array:
+    """Divides x [n, ...] into tiles [ceil(n / size), size, ...]; the last one is filled up with the value `padding`."""
+    widths = [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, widths, constant_values=padding).reshape(-1, size, *x.shape[1:])
+
+
 def take(tree, *index):
     """Reads rows of every array in a tree at `index`. Indices out of range are clipped, so mask their rows."""
     return jax.tree.map(lambda pool: pool.at[tuple(jnp.maximum(i, 0) for i in index)].get(mode="clip"), tree)
