@@ -25,7 +25,7 @@ from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
 from dsv4_jax.quant import FakeQuantFormat, PlainFormat, Rows
-from pallas_kernels.runtime.pytrees import leaf_types, named_leaves, pytree_dataclass, static_field
+from pallas_kernels.runtime.pytrees import leaf_types, named_leaves, pytree_dataclass, static_field, total_bytes
 
 
 @pytree_dataclass
@@ -108,7 +108,7 @@ class KVCache(Summarized):
     @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+        return total_bytes(self)
 
     def _summary(self) -> dict[str, Any]:
         arrays = [x for x in jax.tree.leaves(self) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]

@@ -14,7 +14,7 @@ from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.quant import IndexRows, KeyCodec, RowCodec, Rows, kv_format as as_kv_format
-from pallas_kernels.runtime.pytrees import pytree_dataclass
+from pallas_kernels.runtime.pytrees import pytree_dataclass, total_bytes
 
 
 MAX_INT32 = 2**31 - 1  # ids, positions and lengths are int32 on the device
@@ -393,8 +393,4 @@ def _prepend(struct, *leading):
 
 def _nbytes(pools: dict[str, Any]) -> dict[str, int]:
     """Returns {name: bytes} of pools; a pool without arrays is left out."""
-    return {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        for name, pool in pools.items()
-        if (leaves := jax.tree.leaves(pool))
-    }
+    return {name: total_bytes(pool) for name, pool in pools.items() if jax.tree.leaves(pool)}

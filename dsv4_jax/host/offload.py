@@ -25,6 +25,7 @@ from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import record_write
 from pallas_kernels.runtime.atomic_write import atomic_write
+from pallas_kernels.runtime.pytrees import total_bytes
 
 
 FILE_FORMAT = "dsv4_jax request"
@@ -61,7 +62,7 @@ class OffloadedRequest(Summarized):
     @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.rows, self.blocks)))
+        return total_bytes((self.rows, self.blocks))
 
     def _summary(self) -> dict[str, Any]:
         return {"length": self.length, "min_length": self.min_length, "size": readable_bytes(self.nbytes)}

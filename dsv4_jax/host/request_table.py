@@ -293,8 +293,7 @@ class RequestTable:
             return num_free > 0, self.fits(shard, num_tokens, path), len(path), num_free, self.room(shard)
 
         best_shard = max(range(self.shards.count), key=rank)  # the first one if several are equally good
-        (slot,) = self.find_slots(1, best_shard)
-        return slot
+        return self.find_slots(1, best_shard)[0]
 
     def fits(self, shard: int, num_tokens: int, path: Sequence[CachedBlock]) -> bool:
         """Returns whether a shard has a slot and enough blocks for a new request.

@@ -18,6 +18,11 @@ def pytree_dataclass[T](cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
+def total_bytes(tree: Any) -> int:
+    """Returns the size in bytes of all arrays of a pytree, or of the arrays that `jax.ShapeDtypeStruct` describes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns {name: array} of the leaves of a pytree. A name is a path in the tree, such as "swa.nope"."""
     leaves = jax.tree.leaves_with_path(tree)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import numpy as np
 
 from dsv4_jax.cache import KVCache, RequestRows, read_request
@@ -22,6 +21,7 @@ from dsv4_jax.host.prefix.prefix_files import FORMAT, PrefixFileMetrics, PrefixF
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import origin, record_write
+from pallas_kernels.runtime.pytrees import total_bytes
 
 
 @dataclasses.dataclass
@@ -126,8 +126,7 @@ class PrefixCache(Summarized):
         check_flag("debug", debug)
         check_type("files", files, PrefixFiles | None, "a PrefixFiles(directory, max_bytes), or None")
         max_bytes = parse_bytes(max_bytes, "max_bytes")
-        struct = rows_struct(manager.schema, boundary=True)
-        self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
+        self.bytes_per_snapshot = total_bytes(rows_struct(manager.schema, boundary=True))
         if max_bytes < self.bytes_per_snapshot:
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
         self.manager = manager
