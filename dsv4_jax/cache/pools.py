@@ -136,7 +136,10 @@ class KVCache(Summarized):
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
         """Returns the cache with the fields of its groups replaced by the fields of `new` that are not None."""
-        groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
+        groups = dict(self.groups)
+        for name, group in new.items():
+            parts = {field: part for field, part in vars(group).items() if part is not None}
+            groups[name] = dataclasses.replace(groups[name], **parts)
         return dataclasses.replace(self, groups=groups)
 
     def fake_quantized(self) -> "KVCache":

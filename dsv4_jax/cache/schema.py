@@ -89,10 +89,6 @@ class PoolGroup:
         """The group with only the states, which are addressed by slot."""
         return PoolGroup(state=self.state, key_state=self.key_state)
 
-    def replace(self, new: "PoolGroup") -> "PoolGroup":
-        """Returns this group with fields replaced by the fields of `new` that are not None."""
-        return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
-
 
 @dataclasses.dataclass(frozen=True)
 class CacheSchema:
