@@ -13,7 +13,6 @@ from dsv4_jax.cache import Batch, CacheSchema, KVCache, PoolGroup
 from dsv4_jax.decode import CompiledModel, SamplingParams, decode_loop, sample_step
 from dsv4_jax.decode.program_store import compile_program, find_program
 from dsv4_jax.host import KVCacheManager
-from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.sharded_step import sharded_step
 
 
@@ -146,7 +145,7 @@ def random_cache(schema: CacheSchema, mesh: Mesh | None = None) -> KVCache:
     shardings = [struct.sharding for struct in structs]
     leaves = jax.jit(lambda: jax.tree.leaves(_random_cache(schema)), out_shardings=shardings)()
     cache = jax.tree.unflatten(structure, leaves)
-    return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
+    return cache.with_mailboxes(mesh)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

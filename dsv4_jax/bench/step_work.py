@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -10,6 +9,7 @@ from dsv4_jax.bench.cases import tree_bytes
 from dsv4_jax.bench.random_steps import RandomSteps
 from dsv4_jax.common.mesh_axes import MODEL_AXIS
 from dsv4_jax.config import DSV4Config
+from pallas_kernels.runtime.pytrees import total_bytes
 
 
 def step_work(steps: RandomSteps, context: int) -> tuple[int, int, int]:
@@ -68,8 +68,8 @@ def weight_work(model: nnx.Module, config: DSV4Config, requests: int, tokens: in
         nbytes += tree_bytes(weight) * reads * read_share
 
         if "layers" in path and not is_draft and len(weight.shape) > 2:
-            all_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight))
-            values = math.prod(weight.shape) * tree_bytes(weight) / all_bytes  # number of values in this device's shard
+            # The number of values in this device's shard.
+            values = math.prod(weight.shape) * tree_bytes(weight) / total_bytes(weight)
             operations += 2 * rows * reads * values * (share if is_expert else 1)
     return round(operations), round(nbytes)
 

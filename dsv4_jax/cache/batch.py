@@ -22,8 +22,8 @@ class Batch(Summarized):
     The tokens of a request are adjacent and have consecutive ascending positions.
 
     In `positions`, `slots`, `new_blocks` and `reset_slots`, -1 marks padding. JAX reads an index of -1 as the last row,
-    even with `mode="drop"` or "clip". Before you index with one of these arrays, replace -1 by 0 to read, or by the
-    length of the axis to write nothing. For an example, see `dsv4_jax.decode.last_token_indices`.
+    even with `mode="drop"` or "clip". Before you index with one of these arrays, replace -1 by 0 to read. To write
+    nothing there, use `mode="drop", wrap_negative_indices=False`, as `dsv4_jax.decode.last_token_indices` does.
 
     A batch runs once, on a cache that has run the earlier batches of its requests. A step raises ValueError for any
     other batch, provided that a manager made the batch, and a manager or a step of this package returned the cache (see

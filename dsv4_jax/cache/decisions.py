@@ -118,11 +118,12 @@ def decision_types(config: DSV4Config, max_context: int) -> dict[str, jax.ShapeD
     """
     layers = config.layers[: config.num_hidden_layers]
     experts, k = config.layer_experts(0)
-    types = {"experts": jax.ShapeDtypeStruct((len(layers), k), _code_dtype(experts))}
+    # The largest code is the number of ids. Its smallest dtype is unsigned.
+    types = {"experts": jax.ShapeDtypeStruct((len(layers), k), np.min_scalar_type(experts))}
     if selecting := [spec for spec in layers if spec.selects]:
         shape = len(selecting), max(config.topk(spec.layer) for spec in selecting)
         entries = max_context // min(spec.compress_rate for spec in selecting)
-        types["selection"] = jax.ShapeDtypeStruct(shape, _code_dtype(entries))
+        types["selection"] = jax.ShapeDtypeStruct(shape, np.min_scalar_type(entries))
     return types
 
 
@@ -143,11 +144,6 @@ def encode_ids(ids: Any, dtype: DTypeLike) -> Any:
 def decode_ids(codes: Any) -> Any:
     """Returns the int32 ids of codes; -1 for the code 0."""
     return codes.astype(np.int32) - 1
-
-
-def _code_dtype(count):
-    """Returns the smallest unsigned dtype for the codes of `count` ids and of -1."""
-    return next(np.dtype(x) for x in (np.uint8, np.uint16, np.uint32) if count <= np.iinfo(x).max)
 
 
 def _widened(ids, width):

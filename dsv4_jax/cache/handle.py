@@ -1,8 +1,11 @@
-"""The handle through which attention code reads and writes one layer of the cache."""
+"""The handle through which attention code reads and writes one layer of the cache.
+
+Protocols at the end are what a model needs from a cache. `KVCache` implements them, and other classes may.
+"""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from dsv4_jax.common.summary import Summarized
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.ops import ClassicalView, ClosedWindows, CompressorWeights, IndexerView, StateView, SWAView
 from dsv4_jax.ops.context_parallel import topk_of_shards
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import int_range, tiles
 from dsv4_jax.parallel.local_ids import all_reduce_bits, is_sharded, to_local_ids
 from dsv4_jax.quant import LayerSlice
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -149,9 +152,9 @@ class LayerCacheHandle(Summarized):
         if index is not None:
             compressors.append(ops.CompressorInputs(self._state_view(keys=True), self.read_indexer_view(), *index))
         (state, entries), *key_results = ops.flush(compressors, *self._places, **self._flush_options)
-        handle = self._with_state(state)._with_group(entries=entries.rows)
+        handle = self._with_group(entries=entries.rows, state=_stored(state))
         for state, keys in key_results:
-            handle = handle._with_state(state, keys=True)._with_group(keys=keys.rows)
+            handle = handle._with_group(keys=keys.rows, key_state=_stored(state))
         return handle
 
     def pool_windows(
@@ -177,7 +180,7 @@ class LayerCacheHandle(Summarized):
         self._check_windows("", kv, gate, weights)
         arrays = self._state_view(), kv, gate, weights, *self._places
         closed, state = ops.pool_windows(*arrays, **self._flush_options)
-        return closed, self._with_state(state)
+        return closed, self._with_group(state=_stored(state))
 
     def write_entries(self, closed: ClosedWindows, inv_freq: Float[Array, "P"]) -> "LayerCacheHandle":
         """Runs the second half of `flush`: rotates, quantizes and stores entries (see `ops.write_entries`).
@@ -313,9 +316,7 @@ class LayerCacheHandle(Summarized):
         def split(x):
             """Divides x [tokens, ...] into tiles: [tiles, tile_size, ...]."""
             # The last tile is filled up with padding tokens, whose position and slot are -1.
-            fill = 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1
-            padding = [(0, -tokens % tile_size)] + [(0, 0)] * (x.ndim - 1)
-            return jnp.pad(x, padding, constant_values=fill).reshape(-1, tile_size, *x.shape[1:])
+            return tiles(x, tile_size, 0 if jnp.issubdtype(x.dtype, jnp.floating) else -1)
 
         def run(tile):
             """Calls `function` with the batch and the arrays of one tile."""
@@ -324,8 +325,8 @@ class LayerCacheHandle(Summarized):
             return function(dataclasses.replace(self, batch=batch, pending=None), *arrays)
 
         per_token = {name: getattr(self.batch, name) for name in ("token_ids", "positions", "slots")}
-        tiles = jax.lax.map(run, jax.tree.map(split, (per_token, arrays)))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], tiles)
+        results = jax.lax.map(run, jax.tree.map(split, (per_token, arrays)))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], results)
 
     def candidate_blocks(self, scores: Float[Array, "T E"]) -> Int[Array, "T B"] | None:
         """Chooses the blocks of entries to which the selections of later layers are restricted (V4.1).
@@ -506,12 +507,8 @@ class LayerCacheHandle(Summarized):
             self._check_shape(f"{prefix}weights.position_bias", weights.position_bias, width, rows=spec.compress_rate)
         self._check_shape(f"{prefix}weights.norm_weight", weights.norm_weight, rows=dim)
 
-    def _with_state(self, view, *, keys=False):
-        if view.kv is None:  # a compression window is one token, which needs no state
-            return self
-        return self._with_group(**{"key_state" if keys else "state": CompressorState(view.kv, view.gate)})
-
     def _with_group(self, **pools):
+        """Returns a handle with new pools of the layer's group; pools that are None stay as they are."""
         return dataclasses.replace(self, _cache=self._cache.with_groups({self.spec.group: PoolGroup(**pools)}))
 
     def _commit(self):
@@ -521,3 +518,45 @@ class LayerCacheHandle(Summarized):
 
     def _with_swa(self, view):
         return dataclasses.replace(self, _cache=dataclasses.replace(self._cache, swa=view.rows), pending=None)
+
+
+@runtime_checkable
+class CacheHandle(Protocol):
+    """The interface of one layer's cache in one step. Layers of DeepSeek-V4.1 need a whole `LayerCacheHandle`.
+
+    `LayerCacheHandle` documents the methods and the types of their arguments and results.
+    """
+
+    @property
+    def batch(self) -> Batch: ...
+
+    @property
+    def cache(self) -> Any: ...
+
+    def write_swa(self, kv: Any) -> Any: ...
+
+    def norm_rope_append(
+        self, q: Any, kv: Any, weight: Any, inv_freq: Any, *, eps: float, norms_queries: bool = True
+    ) -> Any: ...
+
+    def flush(self, kv: Any, gate: Any, weights: Any, index: Any = None) -> Any: ...
+
+    def indexer_scores(self, q: Any, weights: Any, inv_freq: Any = None, candidates: Any = None) -> Any: ...
+
+    def indexer_topk(self, scores: Any, candidates: Any = None) -> Any: ...
+
+    def attend(self, q: Any, sinks: Any, indices: Any = None, inv_freq: Any = None) -> Any: ...
+
+
+@runtime_checkable
+class StepCache(Protocol):
+    """The interface of a whole model's cache in one step. `KVCache` documents the methods."""
+
+    def begin_step(self, batch: Batch) -> Any: ...
+
+    def handle(self, layer: Any, batch: Batch, *, like: int | None = None) -> CacheHandle: ...
+
+
+def _stored(view):
+    """Returns the CompressorState of a StateView; None if a compression window is one token, which needs no state."""
+    return None if view.kv is None else CompressorState(view.kv, view.gate)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import serialization
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
@@ -19,12 +20,12 @@ from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.ops.append_swa import append_swa
-from dsv4_jax.ops.views import SWAView, int_range, run_bounds
+from dsv4_jax.ops.views import DROP, SWAView, int_range, run_bounds
 from dsv4_jax.parallel.axis_rules import named_sharding
 from dsv4_jax.parallel.mailboxes import mailbox_sharding, make_mailboxes
 from dsv4_jax.parallel.sharded_step import check_within_shard_map
 from dsv4_jax.quant import FakeQuantFormat, PlainFormat, Rows
-from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
+from pallas_kernels.runtime.pytrees import leaf_types, named_leaves, pytree_dataclass, static_field, total_bytes
 
 
 @pytree_dataclass
@@ -38,7 +39,7 @@ class KVCache(Summarized):
       streams: [1, slots, ring, hc_mult * hidden] in the model's dtype, residual streams of each request's newest
         tokens, from which MTP drafts start. None if no draft layers need them.
       ngram_ids: [1, slots, ring, 1] int32, compressed ids of each request's newest tokens, of which Engram's n-grams
-        are made, see `cache.ngrams`. None without Engram.
+        are made, see `cache.newest_tokens`. None without Engram.
       block_table: [slots, max_blocks] int32, block ids, -1 = none. All pools of all layers share this table.
       lengths: [slots] int32, number of tokens in each slot.
       schema: geometry of the cache (static).
@@ -77,8 +78,11 @@ class KVCache(Summarized):
             # The dtype is explicit, because a step would be compiled once more for weakly typed arrays.
             return jnp.full(struct.shape, _empty_value(path), struct.dtype, device=struct.sharding)
 
-        cache = jax.tree.map_with_path(full, cls.abstract(schema, mesh))
-        return cache if mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(mesh))
+        return jax.tree.map_with_path(full, cls.abstract(schema, mesh)).with_mailboxes(mesh)
+
+    def with_mailboxes(self, mesh: Mesh | None) -> "KVCache":
+        """Returns the cache with the `mailboxes` of a mesh; without a mesh, returns the cache itself."""
+        return self if mesh is None else dataclasses.replace(self, mailboxes=make_mailboxes(mesh))
 
     def shardings(self, mesh: Mesh) -> "KVCache":
         """Returns a cache with a `NamedSharding` in the place of each array, as `jax.device_put` takes them."""
@@ -104,7 +108,7 @@ class KVCache(Summarized):
     @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+        return total_bytes(self)
 
     def _summary(self) -> dict[str, Any]:
         arrays = [x for x in jax.tree.leaves(self) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
@@ -132,7 +136,10 @@ class KVCache(Summarized):
 
     def with_groups(self, new: dict[str, PoolGroup]) -> "KVCache":
         """Returns the cache with the fields of its groups replaced by the fields of `new` that are not None."""
-        groups = {name: group.replace(new.get(name, PoolGroup())) for name, group in self.groups.items()}
+        groups = dict(self.groups)
+        for name, group in new.items():
+            parts = {field: part for field, part in vars(group).items() if part is not None}
+            groups[name] = dataclasses.replace(groups[name], **parts)
         return dataclasses.replace(self, groups=groups)
 
     def fake_quantized(self) -> "KVCache":
@@ -206,23 +213,17 @@ class KVCache(Summarized):
         """
         self._check_batch(batch)
         check_within_shard_map("the cache", self.lengths)
-        slots = self.block_table.shape[0]
-
-        def past_end(index, keep):
-            """Returns the indices, with `slots` (nothing is written there) for those that are negative or not kept."""
-            return jnp.where(keep & (index >= 0), index, slots)
-
         table = self.block_table
         lengths = self.lengths
         if batch.reset_slots is not None:
-            reset = past_end(batch.reset_slots, True)
-            table = table.at[reset].set(-1, mode="drop")
-            lengths = lengths.at[reset].set(0, mode="drop")
+            table = table.at[batch.reset_slots].set(-1, **DROP)
+            lengths = lengths.at[batch.reset_slots].set(0, **DROP)
         if batch.new_blocks is not None:
             slot, index, block = batch.new_blocks.T
-            table = table.at[past_end(slot, True), index].set(block, mode="drop")
+            table = table.at[slot, index].set(block, **DROP)
         last = run_bounds(batch.slots)[1] == int_range(1, batch.slots.shape[0] + 1)
-        lengths = lengths.at[past_end(batch.slots, last & (batch.positions >= 0))].set(batch.positions + 1, mode="drop")
+        slots = jnp.where(last & (batch.positions >= 0), batch.slots, -1)
+        lengths = lengths.at[slots].set(batch.positions + 1, **DROP)
         return dataclasses.replace(self, block_table=table, lengths=lengths)
 
     def _check_batch(self, batch):
@@ -246,7 +247,6 @@ class KVCache(Summarized):
           ValueError: the cache is sharded over a mesh and this code does not run under `jax.shard_map`.
         """
         check_within_shard_map("the cache", self.lengths)
-        slots = jnp.where(slots >= 0, slots, self.block_table.shape[0])
 
         def wipe(path, x):
             """Empties the slots in the array at `path`."""
@@ -254,9 +254,25 @@ class KVCache(Summarized):
             if "slots" not in axes:
                 return x
             index = slots if axes[0] == "slots" else (slice(None), slots)
-            return x.at[index].set(jnp.asarray(_empty_value(path), x.dtype), mode="drop")
+            empty = jnp.asarray(_empty_value(path), x.dtype)
+            return x.at[index].set(empty, **DROP)
 
         return jax.tree.map_with_path(wipe, self)
+
+
+@jax.named_scope("router")
+def count_experts(cache: Any, experts: Int[Array, "L T k"], layers: tuple[int, ...]) -> Any:
+    """Returns the cache with a step's experts added to `expert_counts`, which it must have, see `KVCache`.
+
+    Args:
+      cache: the cache.
+      experts: [L, T, k] int32 experts of each token; -1 = padding, which is not counted.
+      layers: indices of the L layers on axis 0 of `experts`, in any order.
+    """
+    counts = cache.expert_counts
+    rows = jnp.array(layers, jnp.int32)[:, None, None]
+    tokens = jnp.zeros_like(counts[0]).at[rows, experts].add(1, **DROP)
+    return dataclasses.replace(cache, expert_counts=counts + jnp.stack([tokens, (tokens > 0).astype(jnp.int32)]))
 
 
 def _empty_value(path):
@@ -267,3 +283,28 @@ def _empty_value(path):
 def init_cache(schema: CacheSchema) -> KVCache:
     """Makes an empty cache for a schema, like `KVCache.zeros`."""
     return KVCache.zeros(schema)
+
+
+# --- `flax.serialization.to_bytes(cache)` and `flax.serialization.from_bytes(cache, data)` ---
+
+
+def _to_state(cache):
+    """Returns {name: array} of the cache without `mailboxes` and `expert_counts`, which are not stored."""
+    return named_leaves(dataclasses.replace(cache, mailboxes=None, expert_counts=None))
+
+
+def _from_state(cache, state):
+    """Returns the cache with the arrays of `state`. Raises ValueError if an array is missing, extra or does not fit."""
+    types_of_stored = leaf_types(state)
+    types_of_mine = leaf_types(_to_state(cache))
+    for name in sorted(types_of_stored | types_of_mine):
+        stored, mine = (types.get(name, "nothing") for types in (types_of_stored, types_of_mine))
+        if stored != mine:
+            raise ValueError(
+                f"the stored cache has {stored} as {name}, this one {mine}: it is of another geometry or format"
+            )
+    restored = [state.get(name, leaf) for name, leaf in named_leaves(cache).items()]
+    return jax.tree.unflatten(jax.tree.structure(cache), restored)
+
+
+serialization.register_serialization_state(KVCache, _to_state, _from_state)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Int
 
 from dsv4_jax.cache.pools import KVCache
 from dsv4_jax.cache.schema import PoolGroup
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import DROP, int_range
 from dsv4_jax.parallel.local_ids import all_reduce_bits, to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_read, sharded_update
 from dsv4_jax.quant import Rows
@@ -79,12 +79,7 @@ def read_request(
     """
     schema = cache.schema
     slot = _local_slots(cache, slot)
-    window = schema.max_window
     spare = 0 if boundary else schema.max_query_tokens - 1
-    rows, _ = _newest_rows(cache.swa, slot, length, window + spare, min_length - window)
-    streams, _ = _newest_rows(cache.streams, slot, length, 1 + spare, min_length - 1)
-    context = schema.ngram_context
-    ngram_ids, _ = _newest_rows(cache.ngram_ids, slot, length, context + spare, min_length - context)
     groups = {}
     for name, spec in schema.groups.items():
         rate = spec.compress_rate
@@ -94,14 +89,21 @@ def read_request(
         if boundary and not overlap:
             continue
         count = rate if boundary else schema.state_ring(name)
-        states, positions = _newest_rows(cache.groups[name].by_slot, slot, length, count, open_start - rate * overlap)
+        states = _newest_rows(cache.groups[name].by_slot, slot, length, count, open_start - rate * overlap)
         if boundary:
             states = jax.tree.map(lambda x: x[..., : x.shape[-1] // 2], states)
         elif overlap:
             # The next entry pools only the first half of the channels of the window preceding the open one.
-            states = jax.tree.map(functools.partial(_pooled_again, is_open=positions >= open_start), states)
+            is_open = length - count + int_range(count) >= open_start
+            states = jax.tree.map(functools.partial(_pooled_again, is_open=is_open), states)
         groups[name] = states
-    return all_reduce_bits(RequestRows(rows, streams, ngram_ids, groups), "slots")
+    # The number of rows before `min_length` that a step reads.
+    contexts = {"swa": schema.max_window, "streams": 1, "ngram_ids": schema.ngram_context}
+    rows = {
+        name: _newest_rows(getattr(cache, name), slot, length, context + spare, min_length - context)
+        for name, context in contexts.items()
+    }
+    return all_reduce_bits(RequestRows(**rows, groups=groups), "slots")
 
 
 def _pooled_again(x, *, is_open):
@@ -127,14 +129,8 @@ def write_request(
       table_row: [max_blocks] int32, block ids for the slot's row of the block table; -1 = none.
       rows: result of `read_request`. None leaves the slot's rows as they are.
     """
-    slots = cache.lengths.shape[0]
     slot = _local_slots(cache, slot)
-    slot = jnp.where(slot >= 0, slot, slots)
-    cache = dataclasses.replace(
-        cache,
-        block_table=cache.block_table.at[slot].set(table_row, mode="drop"),
-        lengths=cache.lengths.at[slot].set(length, mode="drop"),
-    )
+    cache = _with_requests(cache, slot, length, table_row)
     if rows is None:
         return cache
 
@@ -148,7 +144,7 @@ def write_request(
         index = (length - count + int_range(count)) % ring
         # The index arrays of the first three axes are broadcast to [layers, count], the leading axes of `new`.
         layers = int_range(pool.shape[0])
-        return pool.at[layers[:, None], slot, index[None, :], :width].set(new, mode="drop")
+        return pool.at[layers[:, None], slot, index[None, :], :width].set(new, **DROP)
 
     return _with_slot_pools(cache, jax.tree.map(write, rows, _slot_pools(cache), is_leaf=lambda x: x is None))
 
@@ -201,13 +197,7 @@ def copy_request(
 
     # Targets are written one after another, because a single scatter would hold all copies in memory.
     by_slot, paged = jax.lax.fori_loop(0, count, copy_to_target, (_slot_pools(cache), cache.paged))
-    to = jnp.where(targets >= 0, targets, cache.lengths.shape[0])
-    cache = dataclasses.replace(
-        cache,
-        block_table=cache.block_table.at[to].set(table_rows, mode="drop"),
-        lengths=cache.lengths.at[to].set(length, mode="drop"),
-    )
-    return _with_slot_pools(cache, by_slot).with_groups(paged)
+    return _with_slot_pools(_with_requests(cache, targets, length, table_rows), by_slot).with_groups(paged)
 
 
 @jax.jit
@@ -255,9 +245,18 @@ def write_blocks(cache: KVCache, blocks: Int[Array, "n"], rows: dict[str, PoolGr
     blocks = _local_blocks(cache, blocks)
 
     def write(pool, new):
-        return pool.at[:, jnp.where(blocks >= 0, blocks, pool.shape[1])].set(new, mode="drop")
+        return pool.at[:, blocks].set(new, **DROP)
 
     return cache.with_groups(jax.tree.map(write, cache.paged, rows))
+
+
+def _with_requests(cache, slots, length, table_rows):
+    """Returns the cache with new lengths and rows of the block table in some slots of this device; -1 = none."""
+    return dataclasses.replace(
+        cache,
+        block_table=cache.block_table.at[slots].set(table_rows, **DROP),
+        lengths=cache.lengths.at[slots].set(length, **DROP),
+    )
 
 
 def _slot_pools(cache):
@@ -295,13 +294,12 @@ def _newest_rows(pools: Any, slot, length, count, first):
       first: int32 scalar, the first position whose row is live; it may be negative.
 
     Returns:
-      (rows, positions): a tree of arrays [layers, count, ...], and [count] int32 positions of the rows.
+      A tree of arrays [layers, count, ...].
     """
     positions = length - count + int_range(count)
     live = (positions >= jnp.maximum(first, 0)) & (slot >= 0)
     slot = jnp.maximum(slot, 0)
-    rows = jax.tree.map(lambda pool: _keep(pool[:, slot][:, positions % pool.shape[2]], live), pools)
-    return rows, positions
+    return jax.tree.map(lambda pool: _keep(pool[:, slot][:, positions % pool.shape[2]], live), pools)
 
 
 def _keep(x, live):

@@ -14,7 +14,7 @@ from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.quant import IndexRows, KeyCodec, RowCodec, Rows, kv_format as as_kv_format
-from pallas_kernels.runtime.pytrees import pytree_dataclass
+from pallas_kernels.runtime.pytrees import pytree_dataclass, total_bytes
 
 
 MAX_INT32 = 2**31 - 1  # ids, positions and lengths are int32 on the device
@@ -88,10 +88,6 @@ class PoolGroup:
     def by_slot(self) -> "PoolGroup":
         """The group with only the states, which are addressed by slot."""
         return PoolGroup(state=self.state, key_state=self.key_state)
-
-    def replace(self, new: "PoolGroup") -> "PoolGroup":
-        """Returns this group with fields replaced by the fields of `new` that are not None."""
-        return dataclasses.replace(self, **{name: part for name, part in vars(new).items() if part is not None})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,8 +389,4 @@ def _prepend(struct, *leading):
 
 def _nbytes(pools: dict[str, Any]) -> dict[str, int]:
     """Returns {name: bytes} of pools; a pool without arrays is left out."""
-    return {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        for name, pool in pools.items()
-        if (leaves := jax.tree.leaves(pool))
-    }
+    return {name: total_bytes(pool) for name, pool in pools.items() if jax.tree.leaves(pool)}

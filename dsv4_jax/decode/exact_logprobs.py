@@ -16,9 +16,10 @@ from dsv4_jax.decode.programs import CompiledModel
 from dsv4_jax.decode.sampling import log_probabilities
 from dsv4_jax.decode.step import Model, run_model
 from dsv4_jax.nn.layer_stack import LayerStack
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import int_range, tiles
 from dsv4_jax.parallel.mesh import check_divisible
 from dsv4_jax.parallel.sharded_step import mesh_of, sharded_rows
+from pallas_kernels.runtime.pytrees import on_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +102,11 @@ def _local_logprobs(shape, model, tokens, lengths, adapters):
     flat = tokens.reshape(-1)
     targets = jnp.roll(flat, -1)
     size = shape.token_budget
-
-    def chunked(x, padding):
-        """Returns x [n] as [chunks, token_budget], with padding at the end."""
-        return jnp.pad(x, (0, -x.size % size), constant_values=padding).reshape(-1, size)
-
-    chunks = chunked(flat, 0), chunked(slots, -1), chunked(positions, -1), chunked(targets, 0)
+    chunks = tiles(flat, size), tiles(slots, size, -1), tiles(positions, size, -1), tiles(targets, size)
     blocks = -(-flat.size // shape.schema.block_tokens) + len(lengths)
     schema = dataclasses.replace(shape.schema, max_requests=len(lengths), num_blocks=blocks)
     shape = dataclasses.replace(shape, schema=schema)
-    values = _run(shape, *_split(model), (lengths, adapters), chunks).reshape(-1)[: flat.size]
+    values = _run(shape, model, (lengths, adapters), chunks).reshape(-1)[: flat.size]
     return jnp.where(positions > 0, jnp.roll(values, 1), 0.0).reshape(tokens.shape)
 
 
@@ -189,31 +185,22 @@ def _run_chunk(shape, model, cache, chunk, adapters, *, remat=False):
 
     if remat:
         return jax.checkpoint(score)((hidden, targets)), cache
-    group_size = shape.logits_rows
-    padding = -len(ids) % group_size
-    hidden = jnp.pad(hidden, [(0, padding), (0, 0)]).reshape(-1, group_size, hidden.shape[1])
-    values = jax.lax.map(score, (hidden, jnp.pad(targets, (0, padding)).reshape(-1, group_size)))
+    values = jax.lax.map(score, (tiles(hidden, shape.logits_rows), tiles(targets, shape.logits_rows)))
     return values.reshape(-1)[: len(ids)], cache
 
 
-def _split(tree):
-    """Splits a tree into two of its shape: (floating-point arrays, other arrays). None marks the arrays left out."""
-
-    def is_float(x):
-        return jnp.issubdtype(x.dtype, jnp.floating)
-
-    floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
-    return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
+def _is_float(x):
+    """Returns whether a node of a tree is a floating-point array."""
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _join(floats, others):
-    """Returns the tree that `_split` divided."""
-    return jax.tree.map(lambda x, y: y if x is None else x, floats, others, is_leaf=lambda x: x is None)
+def _floats(tree):
+    """Returns the list of the floating-point arrays in a tree, which have gradients."""
+    return list(filter(_is_float, jax.tree.leaves(tree)))
 
 
-def _scan(shape, floats, others, sequences, chunks, *, keep):
+def _scan(shape, model, sequences, chunks, *, keep):
     """Runs all chunks. Returns (log-probabilities [chunks, token_budget], the cache before each chunk if `keep`)."""
-    model = _join(floats, others)
     lengths, adapters = sequences
 
     def step(cache, chunk):
@@ -225,15 +212,15 @@ def _scan(shape, floats, others, sequences, chunks, *, keep):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(shape, floats, others, sequences, chunks):
+def _run(shape, model, sequences, chunks):
     """Returns the log-probabilities [chunks, token_budget]; `sequences` is (lengths, adapters)."""
-    return _scan(shape, floats, others, sequences, chunks, keep=False)[0]
+    return _scan(shape, model, sequences, chunks, keep=False)[0]
 
 
-def _run_forward(shape, floats, others, sequences, chunks):
+def _run_forward(shape, model, sequences, chunks):
     """Returns the result of `_run`, and the values that `_run_backward` needs."""
-    values, caches = _scan(shape, floats, others, sequences, chunks, keep=True)
-    return values, (floats, others, sequences, chunks, caches)
+    values, caches = _scan(shape, model, sequences, chunks, keep=True)
+    return values, (model, sequences, chunks, caches)
 
 
 def _run_backward(shape, saved, cotangents):
@@ -241,30 +228,31 @@ def _run_backward(shape, saved, cotangents):
 
     Caches are in `FakeQuantFormat` here, so that cotangents pass through them.
     """
-    floats, others, (_, adapters), chunks, caches = saved
+    model, (_, adapters), chunks, caches = saved
 
     def step(carry, inputs):
         """Goes back through a chunk: adds its cotangents of the model to the carry."""
         model_total, cache_cotangents = carry
         cache, chunk, value_cotangents = inputs
-        cache_floats, cache_others = _split(cache.fake_quantized())
 
-        def outputs_of(floats, cache_floats):
-            """Runs the chunk as a function of the arrays that have gradients."""
-            before = _join(cache_floats, cache_others)
-            values, after = _run_chunk(shape, _join(floats, others), before, chunk, adapters, remat=True)
-            return values, _split(after)[0]
+        def outputs_of(model, cache):
+            """Runs the chunk, and returns the results that have gradients."""
+            values, after = _run_chunk(shape, model, cache, chunk, adapters, remat=True)
+            return values, _floats(after)
 
-        _, gradient_function = jax.vjp(outputs_of, floats, cache_floats)
-        model_cotangents, cache_cotangents = gradient_function((value_cotangents, cache_cotangents))
-        model_total = jax.tree.map(lambda x, y: x + y.astype(jnp.float32), model_total, model_cotangents)
-        return (model_total, cache_cotangents), None
+        function_of_floats, floats = on_leaves(outputs_of, (model, cache.fake_quantized()), {}, _is_float)
+        _, gradient_function = jax.vjp(function_of_floats, *floats)
+        found = gradient_function((value_cotangents, cache_cotangents))
+        count = len(model_total)
+        model_total = [x + y.astype(jnp.float32) for x, y in zip(model_total, found[:count], strict=True)]
+        return (model_total, list(found[count:])), None
 
     cache = jax.tree.map(lambda x: x[0], caches).fake_quantized()
-    zeros = jax.tree.map(jnp.zeros_like, _split(cache)[0])
-    model_total = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), floats)
+    zeros = list(map(jnp.zeros_like, _floats(cache)))
+    model_total = [jnp.zeros(x.shape, jnp.float32) for x in _floats(model)]
     (model_total, _), _ = jax.lax.scan(step, (model_total, zeros), (caches, chunks, cotangents), reverse=True)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), model_total, floats), None, None, None
+    totals = iter(model_total)
+    return jax.tree.map(lambda x: next(totals).astype(x.dtype) if _is_float(x) else None, model), None, None
 
 
 _run.defvjp(_run_forward, _run_backward)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dsv4_jax.cache import Batch
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import DROP, int_range
 from dsv4_jax.parallel.local_ids import to_local_ids
 from dsv4_jax.parallel.sharded_step import sharded_update
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
@@ -134,11 +134,11 @@ class SlotRows:
         num_rows = indices.shape[0]
         token_indices = jnp.maximum(indices, 0)
         max_rows = num_rows // num_slots if batch.schema is None else min(num_rows, batch.schema.max_query_tokens)
-        slots = jnp.where(indices >= 0, batch.slots[token_indices], num_slots)
+        slots = jnp.where(indices >= 0, batch.slots[token_indices], -1)
         index = int_range(num_rows)
         # The rows of a slot are adjacent. `first_rows` has the index of the slot's first row, for each row.
         first_rows = jax.lax.cummax(jnp.where((slots != jnp.roll(slots, 1)) | (index == 0), index, 0))
-        rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - first_rows].set(index, mode="drop")
+        rows = jnp.full((num_slots, max_rows), -1, jnp.int32).at[slots, index - first_rows].set(index, **DROP)
         return cls(processor, rows, batch.token_ids[token_indices[jnp.maximum(rows, 0)]])
 
     def process(self, logits: Float[Array, "n vocab"]) -> Float[Array, "n vocab"]:
@@ -153,7 +153,7 @@ class SlotRows:
             if i:
                 processor = processor.updated(self.tokens[:, i : i + 1], rows[:, None] >= 0)
             processed = jax.vmap(processor.process)(logits[jnp.maximum(rows, 0)], processor.state)
-            new = new.at[jnp.where(rows >= 0, rows, len(logits))].set(processed, mode="drop")
+            new = new.at[rows].set(processed, **DROP)
         return new
 
     def update(self, tokens: Int[Array, "n"], last: Int[Array, "slots"]) -> LogitsProcessor:
@@ -190,7 +190,7 @@ def begin_slot(
     def write(states, new):
         """Writes a request's array to its slot, on the device that holds the slot."""
         local = to_local_ids(slot, "slots", len(states))
-        return states.at[jnp.where(local >= 0, local, len(states))].set(new, mode="drop")
+        return states.at[local].set(new, **DROP)
 
     return dataclasses.replace(processor, state=jax.tree.map(write, processor.state, state))
 

@@ -145,9 +145,8 @@ def _advance(model, sampling, seeds, stop_tokens, draft_options, state):
     is_live = is_active[:, None] & (offsets <= num_drafts[:, None])  # [slots, 1 + drafts], the tokens that run
     indices = jnp.where(is_live, int_range(is_live.size).reshape(is_live.shape), -1).reshape(-1)
     batch = _with_drafts(state.last_tokens, state.draft_tokens, is_live)
-    options = None
-    if state.output.top_logprobs is not None:
-        options = LogprobOptions(num_top=state.output.top_logprobs.ids.shape[-1])
+    top = state.output.top_logprobs
+    options = top and LogprobOptions(num_top=top.ids.shape[-1])
     result, cache = sample_step.body(
         model,
         state.cache,

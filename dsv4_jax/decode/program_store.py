@@ -29,7 +29,7 @@ import platform
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -122,25 +122,19 @@ class ProgramTable:
         key = function, structure, leaf_types, tuple(options.items()), default_implementation()
         program = self._programs.get(key)
         if program is None:
-            program = self._make(key, functools.partial(find_program, function, args, options))
+            new = Future[Program | None]()
+            program = self._programs.setdefault(key, new)  # one thread's `new` gets into the table
+            if program is new:
+                try:
+                    result = find_program(function, args, options)
+                except BaseException as error:
+                    del self._programs[key]  # so that a later call tries again
+                    new.set_exception(error)
+                else:
+                    with self._lock:
+                        self.compilations += result is not None
+                    new.set_result(result)
         return program.result(), args
-
-    def _make(self, key, find):
-        """Returns the Future of the program `find()` for this key. Calls `find` unless another thread has begun to."""
-        with self._lock:
-            if key in self._programs:
-                return self._programs[key]
-            program = self._programs[key] = Future()
-        try:
-            result = find()
-        except BaseException as error:
-            del self._programs[key]  # so that a later call tries again
-            program.set_exception(error)
-        else:
-            with self._lock:
-                self.compilations += result is not None
-            program.set_result(result)
-        return program
 
 
 def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Program | None:
@@ -170,21 +164,16 @@ def find_program(function: Any, args: tuple, options: Mapping[str, Any]) -> Prog
             executable = _load(data, args)
             return Program(executable, {"trace": 0.0, "lower": 0.0, "compile": time.perf_counter() - begin})
 
-    def compile_and_keep(lowered):
-        """Compiles a program and writes it to the store. Returns it also if it cannot be written."""
-        with _without_jax_cache():
-            executable = lowered.compile()
-        *results, cache = lowered.out_tree.children()
-        with _reported(f"cannot keep {function.__qualname__} in {folder}"):
-            if cache != jax.tree.structure(args[1]):
-                raise ValueError("its last result is not the updated cache")
-            # Pytrees of zeros stand for the tree structures of the results.
-            outputs = tuple(result.unflatten([0] * result.num_leaves) for result in results)
-            _write(path, pickle.dumps((serialize(executable)[0], outputs)))
-        _remove_oldest(folder)
-        return executable
-
-    return compile_program(function, args, options, compile_and_keep)
+    program = compile_program(function, args, options, _without_jax_cache())
+    *results, cache = program.call.out_tree.children()
+    with _reported(f"cannot keep {function.__qualname__} in {folder}"):
+        if cache != jax.tree.structure(args[1]):
+            raise ValueError("its last result is not the updated cache")
+        # Pytrees of zeros stand for the tree structures of the results.
+        outputs = tuple(result.unflatten([0] * result.num_leaves) for result in results)
+        _write(path, pickle.dumps((serialize(program.call)[0], outputs)))
+    _remove_oldest(folder)
+    return program
 
 
 def _name(function, args, options):
@@ -210,11 +199,11 @@ def _load(data, args):
 
 
 def compile_program(
-    function: Any, args: tuple, options: Mapping[str, Any], compile: Callable = jax.stages.Lowered.compile
+    function: Any, args: tuple, options: Mapping[str, Any], context: contextlib.AbstractContextManager | None = None
 ) -> Program:
     """Traces, lowers and compiles a jitted function for the call `function(*args, **options)`.
 
-    `compile` is a function jax.stages.Lowered -> jax.stages.Compiled.
+    The lowered program is compiled in the context manager `context`, if there is one.
     """
     times = [time.perf_counter()]
     with TRACE:
@@ -222,7 +211,8 @@ def compile_program(
     times.append(time.perf_counter())
     lowered = traced.lower()
     times.append(time.perf_counter())
-    executable = compile(lowered)
+    with context or contextlib.nullcontext():
+        executable = lowered.compile()
     times.append(time.perf_counter())
     return Program(executable, dict(zip(("trace", "lower", "compile"), np.diff(times).tolist(), strict=True)))
 

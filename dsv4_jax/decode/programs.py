@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dsv4_jax.cache import Batch, KVCache
-from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.decode.loop import decode_loop
 from dsv4_jax.decode.program_store import TRACE, ProgramTable
 from dsv4_jax.decode.step import Model, decode_step, forward, logits_step, sample_step
 from dsv4_jax.decode.step_launch import launch
 from dsv4_jax.expert_pages import ExpertMemory
+from pallas_kernels.runtime.pytrees import leaf_types, named_leaves
 
 
 @jax.tree_util.register_pytree_node_class
@@ -155,8 +155,8 @@ def _check_structure(new, old):
 
     The message names an array that differs or has no values, if there is any.
     """
-    types_of_new = _array_types(new)
-    types_of_old = _array_types(old)
+    types_of_new = leaf_types(new.module)
+    types_of_old = leaf_types(old.module)
     for name in types_of_old | types_of_new:
         new_type, old_type = (types.get(name, "missing") for types in (types_of_new, types_of_old))
         if new_type != old_type:
@@ -166,12 +166,6 @@ def _check_structure(new, old):
     for name, x in named_leaves(new.module).items():
         if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and x.is_deleted()):
             raise ValueError(f"{name} of the new model has no values: it is a shape, or was deleted or donated")
-
-
-def _array_types(model):
-    """Returns {name of an array: its dtype and shape as text}."""
-    leaves = named_leaves(model.module)
-    return {name: f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}" for name, x in leaves.items()}
 
 
 def _placed_like(x, old):

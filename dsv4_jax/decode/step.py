@@ -23,7 +23,7 @@ from dsv4_jax.decode.sampling import (
 )
 from dsv4_jax.decode.step_launch import compiled_step
 from dsv4_jax.ops.all_reduce import mailboxes, use_mailboxes
-from dsv4_jax.ops.views import int_range
+from dsv4_jax.ops.views import DROP, int_range
 from dsv4_jax.parallel.sharded_step import sharded_rows
 from pallas_kernels.runtime.pytrees import pytree_dataclass
 
@@ -108,11 +108,6 @@ class StepOutput:
     last_tokens: Any = None
     processor: LogitsProcessor | None = None
     decisions: Decisions | None = None
-
-    def __getitem__(self, rows: slice) -> "StepOutput":
-        """Returns an output with these rows of the arrays [n, ...], and with other arrays unchanged."""
-        top = None if self.top_logprobs is None else self.top_logprobs[rows]
-        return dataclasses.replace(self, tokens=self.tokens[rows], logprobs=self.logprobs[rows], top_logprobs=top)
 
 
 @pytree_dataclass
@@ -243,7 +238,13 @@ def sample_step(
     cache = dataclasses.replace(cache, lengths=accepted_lengths(cache.lengths, batch, indices, output.tokens))
     if not options.count:
         return output, cache
-    return _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options)
+    last = last_accepted(batch, indices, output.tokens, num_slots)
+    row = jnp.maximum(last, 0)
+    last_tokens = output.tokens[row]
+    token = jnp.maximum(indices[row], 0)
+    newest = one_token_batch(last_tokens, jnp.where(last >= 0, cache.lengths, -1))
+    draft_tokens, _, _, cache = draft(model, cache, streams[token], newest, sampling, seeds, drafts=options)
+    return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=last_tokens), cache
 
 
 def _run(model, cache, batch, drafts, record):
@@ -262,7 +263,7 @@ def _run(model, cache, batch, drafts, record):
     """
     if drafts.count:
         check_drafts(cache.schema, drafts)
-    streams = None
+    streams: Any = None
     decisions = None
     if record:
         hidden, streams, decisions, cache = model.forward_decisions(cache, batch, record)
@@ -273,28 +274,6 @@ def _run(model, cache, batch, drafts, record):
     if drafts.count:
         cache = model.drafts.write(model, streams, cache, batch)
     return hidden, streams, decisions, cache
-
-
-def _draft_next(model, cache, batch, indices, output, streams, sampling, seeds, options):
-    """Drafts the tokens after each request's newest token.
-
-    Args:
-      model, batch, indices, sampling, seeds: as in `sample_step`.
-      cache: the cache after the model and the draft layers' `write`. Its `lengths` count no rejected drafts.
-      output: the step's StepOutput.
-      streams: [T, h, hidden] inputs of the draft layers, from `_run`.
-      options: DraftOptions.
-
-    Returns:
-      (`output` with `draft_tokens` and `last_tokens`, the cache).
-    """
-    last = last_accepted(batch, indices, output.tokens, seeds.shape[0])
-    entry = jnp.maximum(last, 0)
-    tokens = output.tokens[entry]
-    token_index = jnp.maximum(indices[entry], 0)
-    batch = one_token_batch(tokens, jnp.where(last >= 0, cache.lengths, -1))
-    draft_tokens, _, _, cache = draft(model, cache, streams[token_index], batch, sampling, seeds, drafts=options)
-    return dataclasses.replace(output, draft_tokens=draft_tokens, last_tokens=tokens), cache
 
 
 @jax.named_scope("sampling")
@@ -326,23 +305,22 @@ def draw_tokens(
     slots = jnp.maximum(batch.slots[token_indices], 0)
     row_sampling = sampling if isinstance(sampling, SamplingParams) else sampling[slots]
     forced = None if logprobs is None else logprobs.forced_tokens
+    rows = None
     processed = logits
-    by_slot = None
     if processor is not None:
         drawn_indices = logits_indices if forced is None else jnp.where(forced < 0, logits_indices, -1)
-        by_slot = SlotRows.of(processor, batch, drawn_indices, num_slots)
-        processed = by_slot.process(logits)
+        rows = SlotRows.of(processor, batch, drawn_indices, num_slots)
+        processed = rows.process(logits)
     tokens = sample(processed, row_sampling, seeds[slots], batch.positions[token_indices] + 1, token_mask)
     if forced is not None:
         tokens = jnp.where(forced >= 0, forced, tokens)
     token_logprobs, norm = log_probabilities(logits, tokens)
     top = None if logprobs is None else top_logprobs(logits, norm, logprobs)
-    if by_slot is None:
-        return StepOutput(tokens, token_logprobs, top)
-    is_allowed = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0] > -jnp.inf
-    last = last_accepted(batch, logits_indices, tokens, num_slots)
-    logprobs_if_allowed = jnp.where(is_allowed, token_logprobs, jnp.nan)
-    return StepOutput(tokens, logprobs_if_allowed, top, processor=by_slot.update(tokens, last))
+    if rows is not None:
+        is_allowed = jnp.take_along_axis(processed, tokens[:, None], axis=1)[:, 0] > -jnp.inf
+        token_logprobs = jnp.where(is_allowed, token_logprobs, jnp.nan)
+        processor = rows.update(tokens, last_accepted(batch, logits_indices, tokens, num_slots))
+    return StepOutput(tokens, token_logprobs, top, processor=processor)
 
 
 # Draws the tokens of a step from the logits of `logits_step`. A step is launched in these two parts if its token masks
@@ -389,8 +367,8 @@ def last_accepted(
     first_of_request = jax.lax.cummax(jnp.where(is_draft, 0, entries))
     # An entry is accepted if neither it nor an earlier entry of its request is rejected.
     is_accepted = last_rejected < first_of_request
-    accepted_slots = jnp.where(is_accepted & (slots >= 0), slots, num_slots)  # `num_slots` is dropped below
-    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(entries, mode="drop")
+    accepted_slots = jnp.where(is_accepted, slots, -1)
+    return jnp.full((num_slots,), -1, jnp.int32).at[accepted_slots].max(entries, **DROP)
 
 
 def run_model(model: Any, cache: KVCache, batch: Batch) -> tuple[Float[Array, "T D"], KVCache]:
@@ -435,5 +413,4 @@ def last_token_indices(batch: Batch, slots: int) -> Int[Array, "slots"]:
       them: JAX takes -1 for the last row.
     """
     tokens = int_range(batch.slots.shape[0])
-    index = jnp.where(batch.slots >= 0, batch.slots, slots)  # the index `slots` is dropped
-    return jnp.full((slots,), -1, jnp.int32).at[index].max(tokens, mode="drop")
+    return jnp.full((slots,), -1, jnp.int32).at[batch.slots].max(tokens, **DROP)

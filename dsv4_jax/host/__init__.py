@@ -3,7 +3,6 @@
 This code is plain Python and NumPy; JAX does not trace it.
 """
 
-from dsv4_jax.common.sizes import parse_bytes
 from dsv4_jax.host.allocator import BlockAllocator, CacheFullError
 from dsv4_jax.host.canary import CacheCorruptionError
 from dsv4_jax.host.manager import KVCacheManager, TokenIds

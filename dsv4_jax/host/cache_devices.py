@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.cache import CacheSchema, KVCache, PoolGroup
-from dsv4_jax.cache.request_rows import RequestRows, read_blocks, write_blocks, write_request
+from dsv4_jax.cache import CacheSchema, KVCache, PoolGroup, RequestRows, read_blocks, write_blocks, write_request
 from dsv4_jax.common.mesh_axes import DATA_AXIS
 from dsv4_jax.parallel.axis_rules import named_sharding
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cache.request_rows import RequestRows
+from dsv4_jax.cache import CacheSchema, KVCache, RequestRows
 from dsv4_jax.host.cache_devices import CacheDevices
 
 
@@ -23,16 +22,14 @@ def block_sums(devices: CacheDevices, cache: KVCache, blocks: Sequence[int]) -> 
     """Returns the CRC-32 checksums [block][layer of the model] of full blocks, whose entries it copies to the host."""
     schema = devices.schema
     pools = devices.read_blocks(cache, blocks, len(blocks) * schema.block_tokens)
-    leaves = [(schema.groups[name].layers, x) for name, group in pools.items() for x in jax.tree.leaves(group)]
-    return [_layer_sums(schema, [(layers, x[:, i]) for layers, x in leaves]) for i in range(len(blocks))]
+    return [_layer_sums(schema, jax.tree.map(lambda x, i=i: x[:, i], pools)) for i in range(len(blocks))]
 
 
 def snapshot_sums(schema: CacheSchema, rows: RequestRows) -> list[int]:
     """Returns the CRC-32 checksums of a snapshot, one for each layer of the model."""
     rows = jax.device_get(rows)
     last = len(schema.layers) - 1
-    states = [(schema.groups[name].layers, group) for name, group in rows.groups.items()]
-    return _layer_sums(schema, [(range(last + 1), rows.swa), ([last], (rows.streams, rows.ngram_ids)), *states])
+    return _layer_sums(schema, rows.groups, (range(last + 1), rows.swa), ([last], (rows.streams, rows.ngram_ids)))
 
 
 def check_blocks(devices: CacheDevices, cache: KVCache, nodes: Iterable[Any], reader: str) -> None:
@@ -76,14 +73,15 @@ def _check(reader, what, since, before, now):
         )
 
 
-def _layer_sums(schema, parts):
+def _layer_sums(schema, groups, *others):
     """Returns a CRC-32 checksum for each layer of the model.
 
-    `parts` are pairs (layers, tree). `layers` holds the indices of n layers of the model, and `tree` is a pytree of
-    arrays [n, ...] with a row for each of these layers.
+    `groups` is {name of a pool group: pytree}, and `others` are pairs (layers, pytree). `layers` holds the indices of n
+    layers of the model, and the pytree has arrays [n, ...] with a row for each of these layers.
     """
     sums = [0] * len(schema.layers)
-    for layers, tree in parts:
+    parts = [(schema.groups[name].layers, group) for name, group in groups.items()]
+    for layers, tree in (*others, *parts):
         for array in jax.tree.leaves(tree):
             for layer, row in zip(layers, array, strict=True):
                 sums[layer] = zlib.crc32(row.tobytes(), sums[layer])

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4_jax.cache.serialization import named_leaves
 from dsv4_jax.common.safetensors_header import DTYPES, TensorHeader, write_header
+from pallas_kernels.runtime.pytrees import named_leaves
 
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -73,7 +73,7 @@ class FileLayout:
         for struct, (start, stop) in zip(self._structs, itertools.pairwise(self._offsets), strict=True):
             layers, rows, *sizes = struct.shape
             leaf = data[:, start:stop].view(struct.dtype).reshape(-1, *struct.shape)
-            leaves.append(np.ascontiguousarray(leaf.swapaxes(0, 1)).reshape(layers, len(contents) * rows, *sizes))
+            leaves.append(leaf.swapaxes(0, 1).reshape(layers, len(contents) * rows, *sizes))
         return jax.tree.unflatten(self._structure, leaves)
 
 

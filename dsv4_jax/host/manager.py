@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget
-from dsv4_jax.cache.request_rows import copy_request
+from dsv4_jax.cache import Batch, CacheSchema, KVCache, LayerCacheHandle, compute_block_budget, copy_request
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.common.mesh_axes import DATA_AXIS
 from dsv4_jax.common.sizes import parse_bytes
@@ -21,7 +20,6 @@ from dsv4_jax.host.batches import find_layout, find_new_rows
 from dsv4_jax.host.cache_devices import CacheDevices, consecutive, padded
 from dsv4_jax.host.canary import check_snapshot
 from dsv4_jax.host.request_table import RequestState, RequestTable
-from dsv4_jax.parallel.mailboxes import make_mailboxes
 from dsv4_jax.parallel.mesh import check_context_parallel, check_divisible, check_mesh, check_shardable
 
 
@@ -122,8 +120,7 @@ class KVCacheManager(Summarized):
 
     def _summary(self) -> dict[str, Any]:
         rooms = {}
-        for slot in self.slots:
-            state = self.requests.state(slot)
+        for slot, state in sorted(self.requests.states.items()):
             blocks = f"tokens in {state.num_blocks:,} blocks"
             rooms[f"slot {slot}"] = Share(state.length, self.schema.max_context, blocks)
         return self.use() | self.schema.summary() | rooms
@@ -207,8 +204,7 @@ class KVCacheManager(Summarized):
 
     def abstract_cache(self) -> KVCache:
         """Returns `init_cache`'s cache with `jax.ShapeDtypeStruct` in place of arrays, to compile programs with."""
-        cache = KVCache.abstract(self.schema, self.mesh)
-        return cache if self.mesh is None else dataclasses.replace(cache, mailboxes=make_mailboxes(self.mesh))
+        return KVCache.abstract(self.schema, self.mesh).with_mailboxes(self.mesh)
 
     def check_cache(self, cache: KVCache, slot: int | None = None) -> None:
         """Raises an error if this manager cannot use the cache, or if the cache is known to lack tokens of a request.
@@ -670,8 +666,6 @@ class KVCacheManager(Summarized):
                 check_snapshot(self.schema, nodes[-1], f"slot {slot}")
                 start = nodes[-1].length
                 snapshot = nodes[-1].snapshot
-        min_length = min(start, state.min_length)
-        restored = start if start < state.min_length else state.restored
         num_full, num_partial = divmod(start, self.schema.block_tokens)
         num_kept = num_full + bool(num_partial)
         written = state.blocks[num_full:num_kept]  # the last kept block if it is not full, else nothing
@@ -679,14 +673,7 @@ class KVCacheManager(Summarized):
             blocks = state.blocks[:num_full] + (copies[slot] if copies else written)
             table.allocator.release((written if copies else []) + state.blocks[num_kept:])
             cached_blocks = state.cached_blocks[:num_full]
-            state = dataclasses.replace(
-                state,
-                length=start,
-                min_length=min_length,
-                restored=restored,
-                blocks=blocks,
-                cached_blocks=cached_blocks,
-            )
+            state = dataclasses.replace(state.cut(start), blocks=blocks, cached_blocks=cached_blocks)
             if copies:
                 new_cache = self._copy_request(cache, slot, {slot: state}, written[0], copies)
             else:

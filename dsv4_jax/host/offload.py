@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4_jax.cache import CacheSchema, KVCache, PoolGroup
-from dsv4_jax.cache.request_rows import RequestRows, read_request
+from dsv4_jax.cache import CacheSchema, KVCache, PoolGroup, RequestRows, read_request
 from dsv4_jax.common.safetensors_header import read_header
 from dsv4_jax.common.sizes import readable_bytes
 from dsv4_jax.common.summary import Summarized
@@ -26,6 +25,7 @@ from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import record_write
 from pallas_kernels.runtime.atomic_write import atomic_write
+from pallas_kernels.runtime.pytrees import total_bytes
 
 
 FILE_FORMAT = "dsv4_jax request"
@@ -62,7 +62,7 @@ class OffloadedRequest(Summarized):
     @property
     def nbytes(self) -> int:
         """The size of all arrays in bytes."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.rows, self.blocks)))
+        return total_bytes((self.rows, self.blocks))
 
     def _summary(self) -> dict[str, Any]:
         return {"length": self.length, "min_length": self.min_length, "size": readable_bytes(self.nbytes)}
@@ -317,17 +317,23 @@ def _parse(path, manager, key):
         raise ValueError("the file is damaged or was edited: its header or its SHA-256 is not what it was written with")
     arrays = layout.unpack(content[None])
     tokens = manager.check_ids(arrays.pop("tokens")[0], "tokens")
-    properties = {"identity": identity(schema, key), "weights": manager.requests.weights}
-    return tokens, OffloadedRequest(length, min_length, **arrays, **properties)
+    weights = manager.requests.weights
+    return tokens, OffloadedRequest(length, min_length, **arrays, identity=identity(schema, key), weights=weights)
 
 
 def _file_layout(schema, key, length, min_length):
     """Returns the layout of the file of a request of `length` tokens."""
-    numbers = {"length": length, "min_length": min_length, "max_query_tokens": schema.max_query_tokens}
-    metadata = {"format": FILE_FORMAT, "version": VERSION, **identity(schema, key)}
+    metadata = {
+        "format": FILE_FORMAT,
+        "version": VERSION,
+        **identity(schema, key),
+        "length": str(length),
+        "min_length": str(min_length),
+        "max_query_tokens": str(schema.max_query_tokens),
+    }
     struct = {
         "rows": rows_struct(schema),
         "blocks": blocks_struct(schema, -(-length // schema.block_tokens)),
         "tokens": jax.ShapeDtypeStruct((1, length), np.int32),
     }
-    return FileLayout("request", struct, metadata | {name: str(number) for name, number in numbers.items()})
+    return FileLayout("request", struct, metadata)

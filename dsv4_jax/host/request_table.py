@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from dsv4_jax.cache import CacheSchema
 from dsv4_jax.common.arguments import check_whole
 from dsv4_jax.host.allocator import BlockAllocator, CacheFullError
 from dsv4_jax.host.cache_devices import Shards
+from dsv4_jax.host.prefix.prefix_tree import CachedBlock
 
 
 if TYPE_CHECKING:
@@ -56,9 +57,8 @@ class RequestState:
 
     def with_numbers(self, row: np.void) -> "RequestState":
         """Returns a state with the numbers of `row`, which has dtype `NUMBERS`, and with the lists of this state."""
-        numbers = dict(zip(_NAMES, row.item(), strict=True))
-        del numbers["num_blocks"]
-        return dataclasses.replace(self, **numbers)
+        _, *numbers = row.item()
+        return dataclasses.replace(self, **dict(zip(_NAMES[1:], numbers, strict=True)))
 
     def shortened(self, length: int | None, slot: int) -> "RequestState":
         """Returns the state of a copy of the request with all its tokens, or without the newest one.
@@ -82,6 +82,10 @@ class RequestState:
                 f"{length=}: the rows of slot {slot} were restored for a length of {self.restored} or more: copy all "
                 f"{self.length} tokens, or run one more before"
             )
+        return self.cut(length)
+
+    def cut(self, length: int) -> "RequestState":
+        """Returns the state with at most as many tokens. Below `min_length`, the rows must be restored for `length`."""
         if length >= self.min_length:
             return dataclasses.replace(self, length=length)
         return dataclasses.replace(self, length=length, min_length=length, restored=length)
@@ -90,7 +94,7 @@ class RequestState:
 # `NUMBERS` has a field for each number of a `RequestState`. One array of this dtype holds the numbers of all slots, so
 # that a step changes all its requests at once. The records of batches and caches in `host.step_order` hold earlier
 # versions of this array.
-_NAMES = ("length", "min_length", "restored", "num_blocks", "published_blocks", "admitted", "changed", "weights")
+_NAMES = ("num_blocks", "length", "min_length", "restored", "published_blocks", "admitted", "changed", "weights")
 NUMBERS = np.dtype([(name, np.int64) for name in _NAMES])
 
 
@@ -144,21 +148,6 @@ class RequestStates(Mapping[int, RequestState]):
             longer = {slot: (lists[slot][0] + blocks, lists[slot][1]) for slot, blocks in new_blocks.items()}
             lists = {**lists, **longer}
         return RequestStates(all_numbers, lists)
-
-
-class FoundPrefix(NamedTuple):
-    """The size of a prompt's longest cached prefix in one shard.
-
-    Attributes:
-      blocks: number of the prefix's blocks.
-      evictable: number of these blocks that no request holds, so that they could be evicted.
-    """
-
-    blocks: int = 0
-    evictable: int = 0
-
-
-NOTHING = FoundPrefix()
 
 
 class RequestTable:
@@ -249,10 +238,7 @@ class RequestTable:
             if self.evictor is not None and (lacking := count - self.allocator.free_in(shard)) > 0:
                 self.evictor.reclaim(lacking, [shard])
         try:
-            acquired = {}
-            for slot, count in blocks.items():
-                acquired[slot] = self.allocator.acquire(count, self.shards.of(slot))
-            yield acquired
+            yield {slot: self.allocator.acquire(count, self.shards.of(slot)) for slot, count in blocks.items()}
         except BaseException:
             self.recount()
             raise
@@ -281,7 +267,7 @@ class RequestTable:
             )
         return slots[:n]
 
-    def find_slot(self, num_tokens: int, prefixes: Sequence[FoundPrefix] = ()) -> int:
+    def find_slot(self, num_tokens: int, paths: Sequence[Sequence[CachedBlock]] = ()) -> int:
         """Returns the slot for a new request: the lowest free slot in the best shard.
 
         The best shard is found by these criteria. Each one decides only if the criteria before it leave a tie.
@@ -294,7 +280,7 @@ class RequestTable:
 
         Args:
           num_tokens: number of tokens that the request will hold in the end.
-          prefixes: for each shard, the size of the prompt's cached prefix; empty = no prefix is cached.
+          paths: for each shard, the nodes of the prompt's cached prefix; empty = no prefix is cached.
 
         Raises:
           CacheFullError: every slot is taken.
@@ -303,27 +289,26 @@ class RequestTable:
         def rank(shard):
             """Returns the criteria of a shard, in the order in which they decide."""
             num_free = len(self.free_slots(shard))
-            prefix = prefixes[shard] if prefixes else NOTHING
-            return num_free > 0, self.fits(shard, num_tokens, prefix), prefix.blocks, num_free, self.room(shard)
+            path = paths[shard] if paths else ()
+            return num_free > 0, self.fits(shard, num_tokens, path), len(path), num_free, self.room(shard)
 
         best_shard = max(range(self.shards.count), key=rank)  # the first one if several are equally good
-        (slot,) = self.find_slots(1, best_shard)
-        return slot
+        return self.find_slots(1, best_shard)[0]
 
-    def fits(self, shard: int, num_tokens: int, prefix: FoundPrefix) -> bool:
+    def fits(self, shard: int, num_tokens: int, path: Sequence[CachedBlock]) -> bool:
         """Returns whether a shard has a slot and enough blocks for a new request.
 
         Args:
           shard: index of the shard.
           num_tokens: number of tokens that the request needs room for.
-          prefix: size of the cached prefix of its prompt in the shard. The request shares the blocks of this prefix.
+          path: nodes of the cached prefix of its prompt in the shard. The request shares the blocks of this prefix.
         """
-        missing = self.blocks_for(num_tokens) - prefix.blocks
-        return bool(self.free_slots(shard)) and missing <= self.room(shard) - prefix.evictable
+        return bool(self.free_slots(shard)) and self.blocks_for(num_tokens) <= len(path) + self.room(shard, path)
 
-    def room(self, shard: int) -> int:
-        """Returns the number of blocks in a shard that are free or evictable."""
-        return self.allocator.free_in(shard) + (0 if self.evictor is None else self.evictor.evictable_in(shard))
+    def room(self, shard: int, path: Sequence[CachedBlock] = ()) -> int:
+        """Returns the number of free or evictable blocks in a shard, without the blocks of the nodes `path`."""
+        evictable = 0 if self.evictor is None else self.evictor.evictable_in(shard)
+        return self.allocator.free_in(shard) + evictable - sum(not node.in_use for node in path)
 
     def blocks_for(self, num_tokens: Any) -> Any:
         """Returns the number of blocks that a request of `num_tokens` tokens needs; both may be arrays."""

@@ -191,20 +191,19 @@ def check_order(cache: KVCache, batch: Batch) -> None:
     slots = prepared.slots
     before = prepared.before[slots]
     now = table.states.numbers[slots]
-    if (wrong := now["admitted"] != before["admitted"]).any():
-        raise ValueError(
-            f"the request in slot {slots[wrong][0]} was released after the batch was prepared: drop the batch"
-        )
-    if (wrong := now["changed"] < prepared.time).any():
-        raise ValueError(
-            f"the batch's tokens of slot {slots[wrong][0]} were taken back by rewind: drop the batch and prepare them "
-            "again"
-        )
-    if (wrong := contents.numbers[slots]["changed"] >= prepared.time).any():
-        raise ValueError(
-            f"the cache has already run this batch, or one of slot {slots[wrong][0]} that was prepared after it: drop "
-            "the batch; prepare_forward makes the next one"
-        )
+    is_wrong = {
+        "the request in slot {} was released after the batch was prepared: drop the batch": (
+            now["admitted"] != before["admitted"]
+        ),
+        "the batch's tokens of slot {} were taken back by rewind: drop the batch and prepare them again": (
+            now["changed"] < prepared.time
+        ),
+        "the cache has already run this batch, or one of slot {} that was prepared after it: drop the batch; "
+        "prepare_forward makes the next one": contents.numbers[slots]["changed"] >= prepared.time,
+    }
+    for reason, wrong in is_wrong.items():
+        if wrong.any():
+            raise ValueError(reason.format(slots[wrong][0]))
     if (wrong := (before["changed"] > 0) & contents.is_behind(prepared.before, slots)).any():
         behind = slots[wrong].tolist()
         raise ValueError(

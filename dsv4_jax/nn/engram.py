@@ -67,7 +67,7 @@ class Engram(nnx.Module):
         self.k_weight = normal(rngs, (h, config.hidden_size), mean=1.0)
 
     def row_ids(self, ngrams: Int[Array, "T n"]) -> Int[Array, "T r"]:
-        """Returns the indices [T, rows] int32 of the table's rows for n-grams from `cache.ngrams.advance_ngrams`."""
+        """Returns the indices [T, rows] int32 of the table's rows for the n-grams of `newest_tokens.advance_ngrams`."""
         return ops.ngram_rows(ngrams, self.multipliers, self.primes)
 
     @jax.named_scope("engram")
@@ -114,7 +114,7 @@ def look_up_ahead(
 
     Args:
       modules: {index of a layer: its Engram}.
-      ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.ngrams.advance_ngrams`.
+      ngrams: [T, max_ngram_size] int32 compressed ids, see `cache.newest_tokens.advance_ngrams`.
       x: [T, hidden] input of the first layer.
 
     Returns:

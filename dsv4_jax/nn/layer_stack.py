@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from dsv4_jax.cache import Batch, StepCache
-from dsv4_jax.cache.expert_counts import count_experts, counts_experts
+from dsv4_jax.cache.pools import count_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry
 from dsv4_jax.nn.layer_runs import LayerRun, find_runs
@@ -158,7 +158,8 @@ class LayerStack(nnx.Module):
         record: Collection[str] = (),
     ) -> tuple[Any, StepCarry, Any, Recorded]:
         """Runs all layers, see `LayerLoop.__call__`. Counts the experts that tokens select if the cache has counts."""
-        names = {*record, "experts"} if counts_experts(cache) else {*record}
+        counts_experts = getattr(cache, "expert_counts", None) is not None  # a user's cache may lack the attribute
+        names = {*record, "experts"} if counts_experts else {*record}
         recorded: Recorded = []
         for loop in self.loops:
             exports = self._exports(loop.run)
@@ -166,7 +167,7 @@ class LayerStack(nnx.Module):
                 x, cache, batch, carry, tap_layers=tap_layers, record=names, exports=exports, remat=self.remat
             )
             recorded += values
-        if counts_experts(cache):
+        if counts_experts:
             layers = tuple(itertools.chain.from_iterable(layers for layers, _ in recorded))
             cache = count_experts(cache, jnp.concatenate([values["experts"] for _, values in recorded]), layers)
         return x, carry, cache, recorded

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from dsv4_jax.cache import Batch, Decisions, KVCache, StepCache
-from dsv4_jax.cache.ngrams import advance_ngrams
+from dsv4_jax.cache.newest_tokens import advance_ngrams
 from dsv4_jax.common.arguments import check_choice
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.attention import StepCarry

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dsv4_jax.cache import Batch, KVCache, StepCache
-from dsv4_jax.cache.streams import advance_streams
+from dsv4_jax.cache.newest_tokens import advance_streams
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.nn.draft_layers import DraftLayers, Draw
 from dsv4_jax.nn.hyper_connection import HyperHead, ResidualStreams

@@ -18,9 +18,20 @@ from pallas_kernels.indexer_scores.chunks import run_bounds as run_bounds
 from pallas_kernels.runtime.pytrees import pytree_dataclass, static_field
 
 
+# Options of a write `x.at[index].set(values, **DROP)`, which writes nothing at indices that are -1 or past the end. By
+# default JAX writes to the last row at an index of -1.
+DROP: Any = {"mode": "drop", "wrap_negative_indices": False}
+
+
 def int_range(*bounds: int) -> Int[Array, "n"]:
     """Returns the numbers of `range(*bounds)` as int32, also where JAX's integers have 64 bits."""
     return jnp.arange(*bounds, dtype=jnp.int32)
+
+
+def tiles(x: Array, size: int, padding: int = 0) -> Array:
+    """Divides x [n, ...] into tiles [ceil(n / size), size, ...]; the last one is filled up with the value `padding`."""
+    widths = [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, widths, constant_values=padding).reshape(-1, size, *x.shape[1:])
 
 
 def take(tree, *index):

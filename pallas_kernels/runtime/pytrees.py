@@ -1,4 +1,4 @@
-"""Frozen dataclasses that are pytrees, such as a kernel's operands, and partial application of functions of pytrees."""
+"""Frozen dataclasses that are pytrees, such as a kernel's operands, and functions of the leaves of pytrees."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,23 @@ def static_field(**options):
 def pytree_dataclass[T](cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass, and a pytree whose children are all fields except static fields."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+def total_bytes(tree: Any) -> int:
+    """Returns the size in bytes of all arrays of a pytree, or of the arrays that `jax.ShapeDtypeStruct` describes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns {name: array} of the leaves of a pytree. A name is a path in the tree, such as "swa.nope"."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def leaf_types(tree: Any) -> dict[str, str]:
+    """Returns {name: dtype and shape as text, such as "uint8[2, 8]"} of the leaves of a pytree."""
+    leaves = named_leaves(tree).items()
+    return {name: f"{getattr(x, 'dtype', type(x).__name__)}{list(getattr(x, 'shape', ()))}" for name, x in leaves}
 
 
 def on_leaves(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache import CacheSchema, KVCache
-from dsv4_jax.cache.ngrams import advance_ngrams
+from dsv4_jax.cache.newest_tokens import advance_ngrams
 from dsv4_jax.parallel.sharded_step import sharded_step
 from tests.cache.reference import Inputs, keys_of, random_token, random_weights, store_entry, store_row
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cache.expert_counts import count_experts
+from dsv4_jax.cache.pools import count_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_spec import LayerSpec
 from dsv4_jax.host import KVCacheManager

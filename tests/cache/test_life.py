@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from dsv4_jax.cache.ngrams import advance_ngrams
+from dsv4_jax.cache.newest_tokens import advance_ngrams
 from dsv4_jax.config import EngramConfig
 from dsv4_jax.host import KVCacheManager
 from dsv4_jax.parallel.mesh import make_mesh

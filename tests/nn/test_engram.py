@@ -11,7 +11,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.ngrams import advance_ngrams
+from dsv4_jax.cache.newest_tokens import advance_ngrams
 from dsv4_jax.common.safetensors_header import DTYPES, read_header
 from dsv4_jax.config import DSV4Config, EngramConfig, LayerSpec
 from dsv4_jax.config.engram_config import MAX_SIZE

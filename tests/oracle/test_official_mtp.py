@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cache.streams import advance_streams
+from dsv4_jax.cache.newest_tokens import advance_streams
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config

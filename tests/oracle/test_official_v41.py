@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.cache.ngrams import advance_ngrams
+from dsv4_jax.cache.newest_tokens import advance_ngrams
 from dsv4_jax.checkpoint import load_checkpoint
 from dsv4_jax.cli import main
 from dsv4_jax.engine import Engine, PromptLookup

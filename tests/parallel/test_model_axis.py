@@ -13,9 +13,8 @@ from flax import serialization
 from jax.sharding import AxisType
 
 from dsv4_jax import decode
-from dsv4_jax.bench import random_steps
 from dsv4_jax.bench.random_steps import RandomSteps
-from dsv4_jax.cache import KVCache
+from dsv4_jax.cache import KVCache, pools
 from dsv4_jax.checkpoint.random_weights import abstract_model, random_model
 from dsv4_jax.config import DSV4Config, LayerSpec, shared_specs
 from dsv4_jax.decode import CompiledModel, decode_step, forward, sample_step
@@ -419,7 +418,7 @@ def test_a_whole_layer_on_two_gpus(monkeypatch):
     model = CompiledModel(random_model(config, mesh))
 
     def outputs_with(mailboxes):
-        monkeypatch.setattr(random_steps, "make_mailboxes", make_mailboxes if mailboxes else lambda mesh: None)
+        monkeypatch.setattr(pools, "make_mailboxes", make_mailboxes if mailboxes else lambda mesh: None)
         manager = KVCacheManager(config, num_blocks=8, max_requests=1, max_context=1024, mesh=mesh)
         steps = RandomSteps(model, manager, 1)
         steps.start_requests(300)

@@ -8,21 +8,20 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import numpy as np
 
-from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_request
+from dsv4_jax.cache import KVCache, RequestRows, read_request
 from dsv4_jax.common.arguments import check_flag, check_type, check_whole
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.canary import block_sums, check_blocks, check_snapshot, snapshot_sums
 from dsv4_jax.host.manager import KVCacheManager, TokenIds
 from dsv4_jax.host.offload import identity, rows_struct
-from dsv4_jax.host.prefix.prefix_files import FORMAT, FoundBlocks, PrefixFileMetrics, PrefixFiles, StoredPrefixes
+from dsv4_jax.host.prefix.prefix_files import FORMAT, PrefixFileMetrics, PrefixFiles, StoredPrefixes
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock, PrefixTree
-from dsv4_jax.host.request_table import FoundPrefix, RequestState
+from dsv4_jax.host.request_table import RequestState
 from dsv4_jax.host.step_order import origin, record_write
+from pallas_kernels.runtime.pytrees import total_bytes
 
 
 @dataclasses.dataclass
@@ -127,8 +126,7 @@ class PrefixCache(Summarized):
         check_flag("debug", debug)
         check_type("files", files, PrefixFiles | None, "a PrefixFiles(directory, max_bytes), or None")
         max_bytes = parse_bytes(max_bytes, "max_bytes")
-        struct = rows_struct(manager.schema, boundary=True)
-        self.bytes_per_snapshot = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(struct))
+        self.bytes_per_snapshot = total_bytes(rows_struct(manager.schema, boundary=True))
         if max_bytes < self.bytes_per_snapshot:
             raise ValueError(f"{max_bytes=} holds no snapshot: one takes {self.bytes_per_snapshot} bytes")
         self.manager = manager
@@ -139,7 +137,6 @@ class PrefixCache(Summarized):
         self._table = manager.requests
         self._devices = manager.devices
         self._block_tokens = manager.schema.block_tokens
-        self._snapshot_struct = struct
         self._seed = seed
         self.get_cache: Callable[[], KVCache] | None = None
         self._set_key(key)
@@ -212,13 +209,13 @@ class PrefixCache(Summarized):
         ids = self.manager.check_ids(prompt_ids)
         size = self.manager.check_size(len(ids), num_tokens)
         self._follow(cache)
-        paths, prefixes = self._find(ids, salt)
-        slot = self._table.find_slot(size, prefixes)
+        paths = self._find(ids, salt)
+        slot = self._table.find_slot(size, paths)
         shard = self.manager.shards.of(slot)
         path = paths[shard]
-        prefix = self._find_stored(ids, salt, shard, len(path)) or FoundBlocks(path)
-        if prefix.nodes or prefix.digests:
-            path, cache = self._restore(cache, slot, prefix)
+        path, *stored = self._find_stored(ids, salt, shard, len(path)) or (path,)
+        if path or stored:
+            cache = self._restore(cache, slot, path, *stored)
         else:
             self._table.admit(slot)
         hit_tokens = path[-1].length if path else 0
@@ -376,8 +373,8 @@ class PrefixCache(Summarized):
         Raises:
           TypeError, ValueError: the ids are bad.
         """
-        _, prefixes = self._find(self.manager.check_ids(prompt_ids), salt)
-        return any(self._table.fits(shard, num_tokens, prefix) for shard, prefix in enumerate(prefixes))
+        paths = self._find(self.manager.check_ids(prompt_ids), salt)
+        return any(self._table.fits(shard, num_tokens, path) for shard, path in enumerate(paths))
 
     def check(self, cache: KVCache, slot: int | None = None) -> None:
         """Compares the cached blocks and snapshots with the checksums that were taken under `debug`.
@@ -510,7 +507,7 @@ class PrefixCache(Summarized):
         self.key = key
         self._stored = None
         if self.files is not None:
-            self._stored = StoredPrefixes(self.files, self._devices, self._snapshot_struct, key=key)
+            self._stored = StoredPrefixes(self.files, self._devices, key=key)
         properties = identity(self.manager.schema, key or "") | {"seed": repr(self._seed), "format": FORMAT}
         if key is None:
             properties["weights"] = repr(self._table.weights)
@@ -554,13 +551,13 @@ class PrefixCache(Summarized):
         """Finds in each shard the longest prefix in memory that ends in a snapshot and leaves a token of `ids` to run.
 
         Returns:
-          (paths, prefixes): for each shard, the list of the prefix's nodes, and its `FoundPrefix`.
+          For each shard, the list of the prefix's nodes.
         """
         paths = [self._nodes(ids[:-1], salt, shard) for shard in range(self.manager.shards.count)]
         for path in paths:
             while path and path[-1].snapshot is None:
                 path.pop()
-        return paths, [FoundPrefix(len(path), sum(not node.in_use for node in path)) for path in paths]
+        return paths
 
     def _nodes(self, ids, salt, shard, path=()):
         """Returns the nodes of the longest prefix of `ids` in a shard's memory; `path` lists its known first nodes."""
@@ -574,45 +571,49 @@ class PrefixCache(Summarized):
     def _find_stored(self, ids, salt, shard, min_blocks):
         """Finds the longest prefix of a prompt with a snapshot on disk, and reads the blocks that the cache lacks.
 
-        Returns FoundBlocks, or None if there are no files or no such prefix has more than `min_blocks` blocks.
+        Returns the result of `StoredPrefixes.find`; None if there are no files.
         """
         if self._stored is None:
             return None
         nodes = self._nodes(ids[:-1], salt, shard)
-        room = len(nodes) + self._table.room(shard) - sum(not node.in_use for node in nodes)
+        room = len(nodes) + self._table.room(shard, nodes)
         return self._stored.find(self._digests(ids[:-1], salt), nodes, min_blocks, room)
 
-    def _restore(self, cache, slot, prefix):
-        """Admits a request to `slot` with the blocks and the snapshot of `prefix`, FoundBlocks; donates the cache.
+    def _restore(self, cache, slot, path, digests=(), block_rows=None, snapshot=None):
+        """Admits a request with a cached prefix: blocks in the cache, followed by blocks that were read from disk.
+
+        Args:
+          cache: the cache; donated.
+          slot: the request's slot.
+          path: list of the nodes of the blocks in the cache, to which the nodes of the other blocks are appended.
+          digests, block_rows, snapshot: digests and contents of the blocks from disk, and rows of a slot at the end of
+            the prefix, as from `StoredPrefixes.find`. With the defaults there are no such blocks, and the last node of
+            `path` has a snapshot.
 
         Returns:
-          (the nodes of all blocks of the prefix, the cache).
+          The updated cache.
         """
         table = self._table
         devices = self._devices
-        path = list(prefix.nodes)
         reader = f"slot {slot} (new)"
         check_blocks(self._devices, cache, path, reader)
-        if prefix.snapshot is None:
+        if snapshot is None:
             check_snapshot(self.manager.schema, path[-1], reader)
         with table.transaction():
             # The blocks in memory are shared first. Otherwise the inner transaction could evict them to acquire blocks.
             blocks = [node.block for node in path]
             table.allocator.share(blocks)
             # The blocks that were read from disk are written to newly acquired blocks of the cache.
-            with table.transaction({slot: len(prefix.digests)}) as acquired:
+            with table.transaction({slot: len(digests)}) as acquired:
                 new_blocks = acquired[slot]
                 blocks += new_blocks
                 length = len(blocks) * self._block_tokens
-                disk_snapshot = devices.put(prefix.snapshot)  # `put` returns None for None
-                rows = path[-1].snapshot if disk_snapshot is None else disk_snapshot
-                new_cache = devices.write_request(
-                    cache, slot, length, blocks, rows, restored=new_blocks, block_rows=prefix.blocks
-                )
-                for digest, block in zip(prefix.digests, new_blocks, strict=True):
+                rows = path[-1].snapshot if snapshot is None else devices.put(snapshot)
+                new_cache = devices.write_request(cache, slot, length, blocks, rows, new_blocks, block_rows)
+                for digest, block in zip(digests, new_blocks, strict=True):
                     self._append_block(path, digest, block)
-                if disk_snapshot is not None:
-                    self._keep_snapshot(disk_snapshot, path)
+                if snapshot is not None:
+                    self._keep_snapshot(rows, path)
                 state = RequestState(
                     length=length,
                     min_length=length,
@@ -622,7 +623,7 @@ class PrefixCache(Summarized):
                     weights=table.weights,
                 )
                 record_write(table, cache, new_cache, {slot: state})
-        return path, new_cache
+        return new_cache
 
     def _append_block(self, path, digest, block):
         """Appends the tree's node with this digest to `path`. If there is none, adds one for `block` to the tree."""

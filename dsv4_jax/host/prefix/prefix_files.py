@@ -22,14 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4_jax.cache import KVCache
-from dsv4_jax.cache.request_rows import RequestRows, read_blocks
+from dsv4_jax.cache import KVCache, RequestRows, read_blocks
 from dsv4_jax.common.private_folder import make_private_folder
 from dsv4_jax.common.sizes import parse_bytes, readable_bytes
 from dsv4_jax.common.summary import Summarized
 from dsv4_jax.host.cache_devices import CacheDevices
 from dsv4_jax.host.file_layout import FileLayout
-from dsv4_jax.host.offload import blocks_struct, identity
+from dsv4_jax.host.offload import blocks_struct, identity, rows_struct
 from dsv4_jax.host.prefix.prefix_tree import CachedBlock
 from pallas_kernels.runtime.atomic_write import atomic_write
 
@@ -290,9 +289,7 @@ class PrefixFiles(Summarized):
             if self.metrics.bytes + nbytes <= self.max_bytes - self.max_bytes // 32:
                 break
             try:
-                os.unlink(self.directory / name)
-            except FileNotFoundError:
-                pass
+                (self.directory / name).unlink(missing_ok=True)
             except OSError as error:
                 self._warn("deleted", error)
                 continue
@@ -326,24 +323,6 @@ class PrefixFiles(Summarized):
             self.metrics.blocks += 1 if nbytes > 0 else -1
 
 
-@dataclasses.dataclass(frozen=True)
-class FoundBlocks:
-    """The cached prefix of a prompt: blocks in the cache on the device, followed by blocks that were read from disk.
-
-    Attributes:
-      nodes: nodes of the blocks on the device.
-      digests: digests of the blocks that were read from disk.
-      blocks: {name of a pool group: entries and keys [layers, len(digests), entries per block, ...]} of the blocks from
-        disk, as NumPy arrays; None if there are no such blocks.
-      snapshot: rows of a slot at the end of the prefix, read from disk; None = the last of `nodes` has a snapshot.
-    """
-
-    nodes: list[CachedBlock]
-    digests: Sequence[bytes] = ()
-    blocks: Any = None
-    snapshot: RequestRows | None = None
-
-
 class StoredPrefixes:
     """Writes the blocks and snapshots of a `PrefixCache` to `PrefixFiles`, and finds prefixes in them.
 
@@ -351,13 +330,12 @@ class StoredPrefixes:
       files: the folder of files.
     """
 
-    def __init__(self, files: PrefixFiles, devices: CacheDevices, snapshot_struct: RequestRows, *, key: str):
+    def __init__(self, files: PrefixFiles, devices: CacheDevices, *, key: str):
         """Describes the files of a cache; reads and writes none.
 
         Args:
           files: see the class.
           devices: transfers to and from the devices that hold the cache.
-          snapshot_struct: shapes and dtypes of a snapshot.
           key: name of the model's weights.
 
         Raises:
@@ -369,7 +347,7 @@ class StoredPrefixes:
         self._devices = devices
         metadata = {"format": FORMAT, **identity(devices.schema, key)}
         self._blocks = FileLayout("block", blocks_struct(devices.schema, 1), metadata)
-        self._snapshots = FileLayout("snapshot", snapshot_struct, metadata)
+        self._snapshots = FileLayout("snapshot", rows_struct(devices.schema, boundary=True), metadata)
         if files.max_bytes < (nbytes := self._blocks.nbytes + self._snapshots.nbytes):
             raise ValueError(f"max_bytes={files.max_bytes} holds no block with its snapshot, which take {nbytes} bytes")
 
@@ -438,7 +416,7 @@ class StoredPrefixes:
 
     def find(
         self, digests: Iterable[bytes], nodes: list[CachedBlock], min_blocks: int, room: int
-    ) -> FoundBlocks | None:
+    ) -> tuple[list[CachedBlock], list[bytes], Any, RequestRows] | None:
         """Finds the longest prefix of a prompt whose last block has a snapshot on disk, and reads its files.
 
         Each of the prefix's blocks is in the cache or on disk.
@@ -450,7 +428,12 @@ class StoredPrefixes:
           room: maximum number of blocks in the prefix.
 
         Returns:
-          The prefix; None if no such prefix has more than `min_blocks` blocks.
+          None if no such prefix has more than `min_blocks` blocks. Otherwise a tuple of
+
+          * the first of `nodes`, as far as they are in the prefix,
+          * the digests of the further blocks, which were read from disk,
+          * the entries and keys of these blocks, as `CacheDevices.read_blocks` returns them; None if there are none,
+          * rows of a slot at the end of the prefix.
         """
         usable: list[bytes] = []
         for digest in itertools.islice(digests, room):
@@ -469,7 +452,7 @@ class StoredPrefixes:
                 now = time.time_ns()
                 self.files.touch(self._blocks, usable, used=now)
                 self.files.touch(self._snapshots, usable[-1:], used=now)
-                return FoundBlocks(nodes[: len(usable)], on_disk, blocks, snapshot)
+                return nodes[: len(usable)], on_disk, blocks, snapshot
             del usable[len(nodes) + num_read :]  # the blocks that follow a damaged or missing file are of no use
         return None
 

@@ -5,7 +5,7 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 
-from dsv4_jax.cache.request_rows import RequestRows
+from dsv4_jax.cache import RequestRows
 from dsv4_jax.host.allocator import BlockAllocator
 
 
