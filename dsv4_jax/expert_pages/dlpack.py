@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -23,22 +24,11 @@ class _Tensor(ctypes.Structure):
         ("dtype_bits", ctypes.c_uint8),
         ("dtype_lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),  # null, since the bytes are contiguous
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
         ("manager", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
     )
-
-    # These two methods are the DLPack protocol, as `jax.dlpack.from_dlpack` expects it.
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.device_type, self.device_id
-
-    def __dlpack__(self, **_: Any) -> Any:
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype = ctypes.py_object
-        new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return new(ctypes.addressof(self), b"dltensor", None)
 
 
 # The numbers come from dlpack.h. `_CUDA` and `_CPU` are values of the enum DLDeviceType. `_KINDS` maps the name of a
@@ -46,7 +36,7 @@ class _Tensor(ctypes.Structure):
 _CUDA = 2
 _CPU = 1
 _KINDS = {"uint8": 1, "float32": 2, "bfloat16": 4}
-# `_owned` maps the address of a `_Tensor` to (the tensor, the sizes that it points to, `free` of `array_over`). These
+# `_owned` maps the address of a `_Tensor` to (the tensor, the arrays that it points to, `free` of `array_over`). These
 # objects stay alive until JAX deletes the array.
 _owned: dict[int, tuple[Any, ...]] = {}
 
@@ -68,6 +58,22 @@ def _disown():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
+class _Exporter:
+    """An object with the methods of the DLPack protocol, as `jax.dlpack.from_dlpack` expects it."""
+
+    def __init__(self, tensor: _Tensor):
+        self._tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._tensor.device_type, self._tensor.device_id
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype = ctypes.py_object
+        new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self._tensor), b"dltensor", None)
+
+
 def array_over(
     address: int, shape: tuple[int, ...], dtype: DTypeLike, device: jax.Device, free: Callable[[], None]
 ) -> Array:
@@ -85,14 +91,14 @@ def array_over(
     """
     dtype = jnp.dtype(dtype)
     sizes = (ctypes.c_int64 * len(shape))(*shape)
+    strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[i + 1 :]) for i in range(len(shape))))
     device_type, device_id = (_CUDA, device.local_hardware_id) if device.platform == "gpu" else (_CPU, 0)
-    kind = _KINDS[dtype.name]
-    tensor = _Tensor(
-        address, device_type, device_id, len(shape), kind, 8 * dtype.itemsize, 1, sizes, None, 0, None, _delete_pointer
-    )
-    _owned[ctypes.addressof(tensor)] = tensor, sizes, free
+    dtype_fields = _KINDS[dtype.name], 8 * dtype.itemsize, 1
+    location = address, device_type, device_id
+    tensor = _Tensor(*location, len(shape), *dtype_fields, sizes, strides, 0, None, _delete_pointer)
+    _owned[ctypes.addressof(tensor)] = tensor, sizes, strides, free
     try:
-        array = jax.dlpack.from_dlpack(tensor)
+        array = jax.dlpack.from_dlpack(_Exporter(tensor))
     except BaseException:
         del _owned[ctypes.addressof(tensor)]
         raise

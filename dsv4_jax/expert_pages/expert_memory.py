@@ -66,9 +66,8 @@ class ExpertMemory:
     frequencies: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
     placement_file: Path | None = None
     layers: dict[str, list[ExpertPages]] = dataclasses.field(default_factory=dict)
-    # `plan` sets the number of experts of a layer, and how many of them lie on the GPU.
-    _experts = 0
-    _on_device = 0
+    _experts: int = dataclasses.field(default=0, repr=False)
+    _on_device: int = dataclasses.field(default=0, repr=False)
 
     @functools.cached_property
     def migration(self) -> ExpertMigration | None:
@@ -150,7 +149,8 @@ class ExpertMemory:
                 f"the codes of {len(layers)} layers of {self._experts} experts must have the shape [layers, experts, "
                 f"...], or [experts, ...] for a single layer; got {list(shape)}"
             )
-        stack = ExpertStack(self.memory, shape, np.stack([*map(self._is_on_host, layers)]), jax.devices()[0])
+        on_host = np.stack([self._is_on_host(layer) for layer in layers])
+        stack = ExpertStack(self.memory, shape, on_host, jax.devices()[0])
         for layer, pages in zip(layers, stack.layers, strict=True):
             self.layers[layer].append(pages)
         return stack

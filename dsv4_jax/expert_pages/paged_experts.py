@@ -133,9 +133,8 @@ class ExpertStack:
             )
         self.array = _array_over_pages(memory, mapped, shape, np.uint8, device)
         experts = on_host.shape[1]
-        self.layers = [
-            ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in range(0, on_host.size, experts)
-        ]
+        first_mappings = range(0, on_host.size, experts)
+        self.layers = [ExpertPages(memory, nbytes, mappings[i : i + experts], self.array) for i in first_mappings]
 
     def write(self, layer: int, matrices: Sequence[np.ndarray | int]) -> None:
         """Writes the matrices of all experts of a layer. No program that reads them may be running.
@@ -165,8 +164,8 @@ def empty_on_host(
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     mappings = _map_pages(memory, _whole_pages(memory, nbytes), [True], for_cpu=True)
     array = _array_over_pages(memory, mappings, shape, dtype, device)
-    view = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(mappings[0].address), dtype).reshape(shape)
-    return array, view
+    view = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(mappings[0].address), dtype)
+    return array, view.reshape(shape)
 
 
 def _whole_pages(memory, nbytes):
@@ -290,10 +289,7 @@ class Mover:
                 copies += [(mappings[hot], device), (mappings[cold], host)]
         self._copies = copies
         for mapping, spare in copies:
-            if spare.is_stale:
-                self._move(spare, spare.handle)
-                spare.is_stale = False
-            self._memory.copy(spare.address, mapping.address, mapping.nbytes)
+            self._fill(spare, mapping)
         self.swaps = list(swaps)
 
     def remap(self) -> None:
@@ -303,12 +299,7 @@ class Mover:
         """
         self._memory.synchronize()
         for mapping, spare in self._copies:
-            self._move(mapping, spare.handle)
-            mapping.for_cpu = False
-            # The memory that was mapped to the expert's addresses becomes the spare memory.
-            mapping.handle, spare.handle = spare.handle, mapping.handle
-            mapping.on_host, spare.on_host = spare.on_host, mapping.on_host
-            spare.is_stale = True
+            self._exchange(mapping, spare)
         self._copies = []
         self.swaps = []
 
@@ -317,6 +308,21 @@ class Mover:
         for spares in self._spares:
             _free(self._memory, spares[0].address, spares[0].nbytes * len(spares), spares)
         self._spares = []
+
+    def _exchange(self, mapping, spare):
+        """Maps spare memory to an expert's addresses. The memory that was mapped there becomes the spare memory."""
+        self._move(mapping, spare.handle)
+        mapping.for_cpu = False
+        mapping.handle, spare.handle = spare.handle, mapping.handle
+        mapping.on_host, spare.on_host = spare.on_host, mapping.on_host
+        spare.is_stale = True
+
+    def _fill(self, spare, mapping):
+        """Copies an expert's bytes to spare memory. A stale mapping of the spare memory is renewed first."""
+        if spare.is_stale:
+            self._move(spare, spare.handle)
+            spare.is_stale = False
+        self._memory.copy(spare.address, mapping.address, mapping.nbytes)
 
     def _move(self, mapping, handle):
         """Maps the physical memory `handle` to the addresses of a mapping, in place of the memory mapped there."""

@@ -51,9 +51,11 @@ class PlacementPolicy:
         """
         # In each layer, the hottest expert in host memory is paired with the coldest one on the GPU, the second hottest
         # with the second coldest, and so on.
+        hot = np.argsort(np.where(on_host, -self.frequencies, np.inf), axis=1, kind="stable")
+        cold = np.argsort(np.where(on_host, np.inf, self.frequencies), axis=1, kind="stable")
         num_pairs = min(int(on_host.sum(1).min()), int((~on_host).sum(1).min()))
-        hot = np.argsort(np.where(on_host, -self.frequencies, np.inf), axis=1, kind="stable")[:, :num_pairs]
-        cold = np.argsort(np.where(on_host, np.inf, self.frequencies), axis=1, kind="stable")[:, :num_pairs]
+        hot = hot[:, :num_pairs]
+        cold = cold[:, :num_pairs]
         gains = np.take_along_axis(self.frequencies, hot, axis=1)
         losses = np.take_along_axis(self.frequencies, cold, axis=1)
         net_gains = gains - losses - self.margin * np.sqrt(gains + losses)

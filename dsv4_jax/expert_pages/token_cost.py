@@ -66,7 +66,8 @@ class TokenCost:
 
     def _read(self, skew, tokens):
         """Returns the probability that a step reads each expert of a layer, the most frequent one first."""
-        return 1 - (1 - np.minimum(selection_shares(self.experts, self.chosen, skew), 1.0)) ** tokens
+        shares = np.minimum(selection_shares(self.experts, self.chosen, skew), 1.0)
+        return 1 - (1 - shares) ** tokens
 
 
 def selection_shares(experts: int, chosen: int, skew: float) -> Float[np.ndarray, "E"]:
