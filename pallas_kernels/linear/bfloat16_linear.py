@@ -195,5 +195,7 @@ def _add_stage(stages, i, acc):
     stage = barriers.turn(stages.full, i)
     plgpu.barrier_wait(stages.full.at[stage])
     acc = wgmma.multiply_add(acc, stages.weights_smem.at[stage], stages.inputs_smem.at[stage].transpose((1, 0)))
-    barriers.release(stages.empty.at[stage])
+    # The fence orders the reads of this stage before the next bulk copy to it.
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(stages.empty.at[stage])
     return acc
