@@ -349,17 +349,20 @@ class RadixSelect:
 
     @_for_thread
     def count_candidates(self, number: int, kept: CandidateList, low, width):
-        """Counts this thread's candidates with keys low .. low + width - 1 by the digit with index `number`."""
+        """Adds this thread's candidates with keys low .. low + width - 1 to the histogram of pass `number`."""
         count_key = self._key_counter(number, low, width)
         self._each_candidate(kept, lambda bits, *_: count_key(ops.ordered_key(bits)))
 
     @_for_thread
     def count_shared_candidates(self, number: int, low, width):
-        """Counts all blocks' candidates with keys low .. low + width - 1 by the digit with index `number`."""
+        """Adds all blocks' candidates with keys low .. low + width - 1 to this block's histogram of pass `number`."""
         self._each_shared_candidate(self._key_counter(number, low, width))
 
     def _key_counter(self, number, low, width):
-        """Returns a function that counts a key in low .. low + width - 1 by the digit with index `number`."""
+        """Returns a function that adds a key to this block's histogram of pass `number`.
+
+        The function ignores keys outside of low .. low + width - 1.
+        """
         histogram = self._word(self.plan.counts(number))
 
         def count_key(key):
