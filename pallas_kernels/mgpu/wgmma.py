@@ -1,7 +1,8 @@
 """Accumulators of `wgmma`, [64, columns] float32 in registers: products, exchange between warpgroups, and stores.
 
-An inbox is shared memory for one accumulator from another warpgroup. The values are ordered by registers and threads,
-not by rows: each register of a thread holds two values, and the pairs of the 128 threads for one register are adjacent.
+An inbox is shared memory for one accumulator from another warpgroup. A register of a thread holds two values of the
+accumulator. An inbox stores these pairs by register, not by row: first the pairs in register 0 of all 128 threads, then
+the pairs in register 1, and so on.
 """
 
 import contextlib
