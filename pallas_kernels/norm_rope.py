@@ -140,8 +140,8 @@ def _launch(name, arrays, rings, destination, eps, norms_queries, interpret):
     tokens, heads, _ = q.shape
     queries = QueryRows(heads, None if norms_queries else others[-1].shape[0])
     # Warps load 4 rows at once if there are 16 rows or more for each multiprocessor, otherwise 1 row. The heads of a
-    # token are shared by so many blocks that a multiprocessor gets about four blocks or more, but by no more blocks
-    # than the token has rows for.
+    # token are divided among several blocks, so that each multiprocessor gets about four blocks or more. A token has at
+    # most `steps` blocks, because a block without rows would be useless.
     rows_at_once = 4 if tokens * queries.rows >= MULTIPROCESSORS * WARPS * 4 else 1
     steps = -(-queries.rows // (WARPS * rows_at_once))
     blocks_per_token = min(steps, -(-4 * MULTIPROCESSORS // tokens))

@@ -95,7 +95,7 @@ def random_model(
       on_outline: function that is called before weights are made, see `load_checkpoint`; None = no call.
     """
     model = abstract_model(config, mesh, dtype=dtype, expert_parallel=expert_parallel)
-    # Refuses layers with different numbers of experts before anything is made.
+    # `expert_shapes` raises ValueError if layers have different numbers of experts. So it runs before weights are made.
     layout = expert_shapes(weights(config, "release")) if expert_memory else ([], [])
     if on_outline is not None:
         on_outline(nnx.clone(model))

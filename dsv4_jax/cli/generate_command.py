@@ -97,7 +97,8 @@ class GenerateCommand(RandomModelOptions):
         # The last token is sampled, but not stored in the cache.
         total = len(prompt) + self.max_new_tokens - 1
         options.check_context(config, total, f"{option} and --max-new-tokens {self.max_new_tokens}")
-        # The answers to one prompt share blocks, so they run in one shard of the mesh's axis "data".
+        # The answers to one prompt share blocks, so all of them run in one shard of the mesh's axis "data". The cache's
+        # slots are divided evenly among the shards, so each shard needs a slot for each answer.
         requests = self._answers * sizes.get("data", 1)
         manager = self.make_manager(config, requests, options.whole_blocks(config, total), self.drafts)
         manager.check_ids(prompt, option)

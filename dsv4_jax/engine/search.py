@@ -140,7 +140,8 @@ def _search(model, manager, prompt, beams, max_new_tokens, stop_tokens, chunk):
     ended = []
     for length in range(1, max_new_tokens + 1):
         top_logprobs = manager.devices.get(top_logprobs)
-        # Each unfinished answer is continued by each of its likeliest tokens: (slot of the answer, continued answer).
+        # Each unfinished answer is continued by each of its likeliest tokens. An item of `children` is (slot of the
+        # unfinished answer, continued answer).
         children = [
             (slot, Candidate([*beam.tokens, int(token)], beam.logprob + float(logprob)))
             for slot, beam in zip(slots, alive, strict=True)

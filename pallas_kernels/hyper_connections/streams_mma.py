@@ -74,9 +74,9 @@ def _emit_update_slice(index, tile, refs, values_smem, sums_smem):
     lane = thread & 31
     values = thread_ops.shared(values_smem)
     sums = thread_ops.shared(sums_smem)
-    # Indices of tokens past the end are clamped, so the last token may be written several times, with equal values.
-    row = thread >> 2
+    row = thread >> 2  # index of the thread's token in the tile
     eight = thread & 3  # index of the thread's group of 8 channels in the slice
+    # Indices of tokens past the end are clamped, so the last token may be written several times, with equal values.
     token = (first_token + row).minimum(tokens - 1)
     channel = index * CHANNELS + eight * 8
     loaded = mixing.load_streams(refs.streams, refs.y, token, channel)
