@@ -48,17 +48,18 @@ def kernel_report(launches: Sequence[tuple[str, float]], text: str, calls: int) 
     kinds_of = kinds_by_name(text)
     counts = collections.Counter()
     by_kind = dict.fromkeys([*KINDS, REST], 0.0)
-    by_name = {}  # {(name of a kernel, its kind): milliseconds a call of each launch}
+    by_name = {}  # {(name that copies of a kernel share, kind): milliseconds a call of each launch}
     for name, milliseconds in launches:
-        key = _PALLAS.sub("", name)
-        if launch_kinds := kinds_of.get(key):
+        name_in_text = _PALLAS.sub("", name)
+        if launch_kinds := kinds_of.get(name_in_text):
             # A kernel may run in several scopes. Its launches are in the order of the instructions.
-            kind = launch_kinds[counts[key] % len(launch_kinds)]
+            kind = launch_kinds[counts[name_in_text] % len(launch_kinds)]
         else:
             kind = next((kind for kind, pattern in _LIBRARIES.items() if pattern.search(name)), REST)
-        counts[key] += 1
+        counts[name_in_text] += 1
         by_kind[kind] += milliseconds / calls
-        by_name.setdefault((re.sub(r"_\d+$", "", name), kind), []).append(milliseconds / calls)
+        shared_name = re.sub(r"_\d+$", "", name)
+        by_name.setdefault((shared_name, kind), []).append(milliseconds / calls)
     rows = [
         {"name": name, "kind": kind, "launches": len(times) / calls, "milliseconds": sum(times)}
         for (name, kind), times in by_name.items()
