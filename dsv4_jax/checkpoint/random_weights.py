@@ -134,20 +134,23 @@ def _make_variables(draws):
       draws: (variable, `_Draw`, tables) of each variable. If `tables` is not None, the variable is a table in this host
         memory, and only its first rows are drawn.
     """
-    small = [number for number, (_, draw, _) in enumerate(draws) if math.prod(draw.args[0]) < MAX_SMALL]
-    groups = [small, *([number] for number in range(len(draws)) if number not in small)]
-    draws_of_groups = [tuple(draws[number][1] for number in group) for group in groups]
-    different = list(dict.fromkeys(draws_of_groups))
+    sizes = [math.prod(draw.args[0]) for _, draw, _ in draws]
+    small = [index for index, size in enumerate(sizes) if size < MAX_SMALL]
+    large = [index for index, size in enumerate(sizes) if size >= MAX_SMALL]
+    groups = [small, *([index] for index in large)]  # indices of the variables that each program makes
+    draws_of_groups = [tuple(draws[index][1] for index in group) for group in groups]
+    distinct = list(dict.fromkeys(draws_of_groups))
 
-    def compile_draws(group):
-        return _drawn.lower([jnp.uint32(0)] * len(group), group).compile()
+    def compile_draws(group_draws):
+        return _drawn.lower([jnp.uint32(0)] * len(group_draws), group_draws).compile()
 
     with ThreadPoolExecutor(8, "compile-weights") as threads:
-        programs = dict(zip(different, threads.map(compile_draws, different), strict=True))
+        programs = dict(zip(distinct, threads.map(compile_draws, distinct), strict=True))
     for group, group_draws in zip(groups, draws_of_groups, strict=True):
-        values = programs[group_draws]([np.uint32(number) for number in group])
-        for number, value in zip(group, values, strict=True):
-            variable, _, tables = draws[number]
+        seeds = [np.uint32(index) for index in group]
+        values = programs[group_draws](seeds)
+        for index, value in zip(group, values, strict=True):
+            variable, _, tables = draws[index]
             if tables is not None:
                 value = jax.tree.map(functools.partial(_repeat_on_host, tables), value, variable.get_value())
             variable.set_value(value)
