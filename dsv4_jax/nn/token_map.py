@@ -48,8 +48,10 @@ def compressed_token_ids(tokenizer: Tokenizer, config: DSV4Config) -> np.ndarray
     ids = np.zeros(config.vocab_size, np.int32)
     for token in range(size):
         text = tokenizer.decode([token], skip_special_tokens=False)
-        is_broken = _UNDECODABLE in text
-        identity = tokenizer.id_to_token(token) if is_broken else normalizer.normalize_str(text) or text
+        if _UNDECODABLE in text:
+            identity = tokenizer.id_to_token(token)
+        else:
+            identity = normalizer.normalize_str(text) or text
         ids[token] = compressed_ids.setdefault(identity, len(compressed_ids))
     if len(compressed_ids) != config.engram.compressed_vocab_size:
         raise ValueError(
