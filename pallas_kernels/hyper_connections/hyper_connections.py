@@ -97,7 +97,8 @@ def hyper_connections(
         added = (y, mixing, table)
         new_type = jax.ShapeDtypeStruct(streams.shape, streams.dtype)
     # Interpreted, `streams_wgmma` runs from 64 tokens on, its minimum, so that tests need few tokens.
-    if tokens <= (streams_wgmma.TOKENS - 1 if interpret else MAX_MMA_TOKENS):
+    max_mma_tokens = streams_wgmma.TOKENS - 1 if interpret else MAX_MMA_TOKENS
+    if tokens <= max_mma_tokens:
         launch = _launch_slices
         channels = streams_fma.CHANNELS
         group = 1
@@ -158,21 +159,21 @@ def _launch_slices(streams, fn, layer, added, new_type, interpret):
       (new streams or None, [T, slices * 32] float32 partial sums, see `mixing.StreamRefs`).
     """
     tokens, _, width = streams.shape
-    many = streams.shape[0] > streams_fma.MAX_TOKENS
-    regime = streams_mma if many else streams_fma
+    _, _, table = added
+    variant = streams_fma if tokens <= streams_fma.MAX_TOKENS else streams_mma
 
     def body(streams_gmem, fn_gmem, layer_gmem, added_gmem, new_gmem, partials_gmem, **scratch):
         fn_gmem = weights_of_layer(fn_gmem, layer_gmem)
         refs = StreamRefs(streams_gmem, fn_gmem, partials_gmem, new_gmem, *added_gmem)
-        regime.update_slice(lax.axis_index("slice"), lax.axis_index("tile"), refs, **scratch)
+        variant.update_slice(lax.axis_index("slice"), lax.axis_index("tile"), refs, **scratch)
 
-    slices = width // regime.CHANNELS
+    slices = width // variant.CHANNELS
     launch = kernel(
         body,
         out_type=(new_type, jax.ShapeDtypeStruct((tokens, slices * SUMS), jnp.float32)),
         kernel_name="hyper_connections_few",
-        grid={"slice": slices, "tile": -(-tokens // regime.TOKENS)},
-        scratch_types=regime.scratch_types(tokens, fn.shape[-2], added[2] is not None),
+        grid={"slice": slices, "tile": -(-tokens // variant.TOKENS)},
+        scratch_types=variant.scratch_types(tokens, rows=fn.shape[-2], fuses_all_reduce=table is not None),
         interpret=interpret,
     )
     return launch(streams, fn, layer, added)
