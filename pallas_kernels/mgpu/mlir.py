@@ -50,19 +50,23 @@ def inline(emit: Callable, *args, layout: Callable[..., Any] | None = None, retu
     def type_of(arg):
         return layout_of(arg.shape) if isinstance(arg, jax.Array) else plgpu.RefType()
 
+    def with_layout(struct):
+        if isinstance(struct, plgpu.ShapeDtypeStruct):
+            return struct
+        return plgpu.ShapeDtypeStruct(struct.shape, struct.dtype, layout_of(struct.shape))
+
     pairs = [arg if isinstance(arg, tuple) else (arg, type_of(arg)) for arg in args]
     several = isinstance(returns, tuple)
-    kinds: Any = tuple(
-        x if isinstance(x, plgpu.ShapeDtypeStruct) else plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout_of(x.shape))
-        for x in (returns if several else [] if returns is None else [returns])
-    )
+    structs = returns if several else (returns,)
+    kinds: Any = () if returns is None else tuple(with_layout(struct) for struct in structs)
 
     @plgpu.inline_mgpu(arg_types=tuple(kind for _, kind in pairs), return_type=kinds or None)
     def run(_, *operands):
-        results = emit(*map(_operand, operands))
+        emitted = emit(*map(_operand, operands))
         if returns is None:
             return None
-        return tuple(_array(x, kind) for x, kind in zip(results if several else [results], kinds, strict=True))
+        results = emitted if several else [emitted]
+        return tuple(_array(x, kind) for x, kind in zip(results, kinds, strict=True))
 
     results = run(*(value for value, _ in pairs))
     return results if several or returns is None else results[0]
