@@ -238,7 +238,10 @@ class RequestTable:
             if self.evictor is not None and (lacking := count - self.allocator.free_in(shard)) > 0:
                 self.evictor.reclaim(lacking, [shard])
         try:
-            yield {slot: self.allocator.acquire(count, self.shards.of(slot)) for slot, count in blocks.items()}
+            acquired = {}
+            for slot, count in blocks.items():
+                acquired[slot] = self.allocator.acquire(count, self.shards.of(slot))
+            yield acquired
         except BaseException:
             self.recount()
             raise

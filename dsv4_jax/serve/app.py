@@ -203,13 +203,17 @@ async def _read(request, limit):
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(f"Content-Type is {content_type[:100]!r}, it must be application/json", 415)
+    too_long = APIError(f"the body is longer than {limit} bytes", 413)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_long
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 content += part
                 if len(content) > limit:
-                    raise APIError(f"the body is longer than {limit} bytes", 413)
+                    raise too_long
     except TimeoutError:
         raise APIError(f"the body did not arrive within {_BODY_SECONDS:.0f} seconds", 408) from None
     except ClientDisconnect:

@@ -271,7 +271,7 @@ def test_refusals_name_the_rule():
     state, pool, weights, floats = setup("csa", "v4")
     kv = floats(1, 256)
     call = functools.partial(ops.flush, slots=ints([0]), positions=ints([0]), implementation="interpret")
-    with pytest.raises(NotImplementedError, match="bfloat16, not float32"):
+    with pytest.raises(NotImplementedError, match="bfloat16, not dtype=float32"):
         call([ops.CompressorInputs(state, pool, kv, kv, weights)], dtype=jnp.float32)
     with pytest.raises(NotImplementedError, match=r"gate as float32\[1, 256\], got bfloat16\[1, 256\]"):
         call([ops.CompressorInputs(state, pool, kv, kv.astype(jnp.bfloat16), weights)])
