@@ -2,7 +2,8 @@
 
 from dsv4_jax.cache.batch import Batch
 from dsv4_jax.cache.decisions import Decisions, decision_types, decode_ids, encode_ids
-from dsv4_jax.cache.handle import CacheHandle, LayerCacheHandle, StepCache
+from dsv4_jax.cache.handle import LayerCacheHandle
+from dsv4_jax.cache.handle_protocol import CacheHandle, StepCache
 from dsv4_jax.cache.pools import KVCache, init_cache
 from dsv4_jax.cache.request_rows import (
     RequestRows,

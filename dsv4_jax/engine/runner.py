@@ -47,8 +47,6 @@ class StepRunner:
       adapter_names: names of the model's adapters, in the order of the adapters' indices.
     """
 
-    _compilations_before = 0
-
     def __init__(
         self, model: CompiledModel, manager: KVCacheManager, config: EngineConfig, *, device_drafts: DraftOptions
     ):
@@ -65,7 +63,7 @@ class StepRunner:
         self.config = config
         self._device_drafts = device_drafts
         self.decode_size = config.decode_size(manager.shards.slots)
-        self._compilations_before = self.compilations
+        self._compilations_before = model.compilations
         slots = manager.schema.max_requests
         count = device_drafts.count
         self._num_rows = manager.shards.count * self.decode_size  # number of output rows of a step in all shards
@@ -81,8 +79,7 @@ class StepRunner:
     @property
     def compilations(self) -> int:
         """The number of programs of steps that were compiled or loaded since this runner was made."""
-        # The model does not count `draw_step`.
-        return self.model.compilations + draw_step._cache_size() - self._compilations_before
+        return self.model.compilations - self._compilations_before
 
     def forget_logits_states(self) -> None:
         """Drops the logits processor's states, which an error may have lost. The next step makes new states."""
@@ -164,8 +161,16 @@ class StepRunner:
             return launched
         logits, decisions = launched.undrawn
         masks = self._token_masks(launched)
-        output = draw_step(logits, launched.batch, *launched.drawing, masks, self._processor)
+        with self._counts_draws():
+            output = draw_step(logits, launched.batch, *launched.drawing, masks, self._processor)
         return self._with_output(launched, dataclasses.replace(output, decisions=decisions))
+
+    @contextlib.contextmanager
+    def _counts_draws(self):
+        """Adds the body's compilations of `draw_step` to `compilations`. The model does not count this program."""
+        before = draw_step._cache_size()
+        yield
+        self._compilations_before -= draw_step._cache_size() - before
 
     def _begin_slots(self, requests):
         """Sets the logits processor's state in each slot to which a new request was admitted.
@@ -263,8 +268,9 @@ class StepRunner:
         """
         manager = self._manager
         sizes = {}
-        for program in self.begin_programs(cache):
-            program.result()
+        with self._counts_draws():
+            for program in self.begin_programs(cache):
+                program.result()
         for schedule, has_grammars in self._trial_steps():
             (request,) = schedule.requests
             launched, cache = self(cache, schedule, has_grammars=has_grammars)

@@ -284,10 +284,10 @@ def test_a_token_has_the_same_bits_in_any_batch_on_gpu(rows, plain, depth, kind)
             chex.assert_trees_all_equal(alone, together[:tokens])
 
 
-# A stage of bfloat16 is multiplied without a loop.
+# A stage of bfloat16 is multiplied without a loop. More than 32 tokens run in the kernels of one kind of weights.
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["FP8", "FP8_32"])
-@pytest.mark.parametrize("tokens", [1, 32])
+@pytest.mark.parametrize("tokens", [1, 32, 64, 512])
 def test_equal_calls_have_equal_bits_on_gpu(tokens, kind):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((tokens, 4096)), jnp.bfloat16)
